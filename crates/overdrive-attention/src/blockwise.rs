@@ -2,13 +2,14 @@
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_core::Error as Common;
+use overdrive_kernels::tensors::{Fresh, Strided};
 use overdrive_kernels::{Accumulate, InstructionSet};
 use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Kind, Tensor};
 
 use crate::kernel::{
     self, AttentionInputs, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout,
-    ForwardOutputs, Fresh, Rules, Sequence, Slopes, Stored, Strided,
+    ForwardOutputs, Rules, Sequence, Slopes, Stored, View, ViewMut,
 };
 use crate::{Error, Result};
 
@@ -234,9 +235,9 @@ impl Arguments {
             kv_heads: usize_of(self.kv_sizes[1]),
             key_dim: usize_of(self.key_dim),
             value_dim: usize_of(self.kv_sizes[3]),
-            query: self.query.view()?,
-            key: Stored::Elements(self.key.view()?),
-            value: Stored::Elements(self.value.view()?),
+            query: View::of(&self.query)?,
+            key: Stored::Elements(View::of(&self.key)?),
+            value: Stored::Elements(View::of(&self.value)?),
             pages: None,
             rules: Rules {
                 scale: function.scale,
@@ -265,14 +266,10 @@ struct Upstream {
 impl Upstream {
     fn inputs<E: Accumulate>(&self) -> Result<BackwardInputs<'_, E>> {
         Ok(BackwardInputs {
-            gradient: self.gradient.view()?,
-            output: self.output.view()?,
-            logsumexp: self.logsumexp.view()?,
-            logsumexp_gradient: self
-                .logsumexp_gradient
-                .as_ref()
-                .map(Strided::view)
-                .transpose()?,
+            gradient: View::of(&self.gradient)?,
+            output: View::of(&self.output)?,
+            logsumexp: View::of(&self.logsumexp)?,
+            logsumexp_gradient: self.logsumexp_gradient.as_ref().map(View::of).transpose()?,
         })
     }
 }
@@ -280,14 +277,13 @@ impl Upstream {
 fn forward<E: Accumulate>(function: &Blockwise, arguments: &Arguments) -> Result<(Tensor, Tensor)> {
     let problem = arguments.attention_inputs::<E>(function)?;
     let [batch, heads, queries, _] = arguments.query_sizes;
-    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
     let shape = [batch, queries, heads, arguments.kv_sizes[3]];
-    let mut output = Fresh::empty(&shape, E::KIND)?;
-    let mut logsumexp = Fresh::empty(&[batch, heads, queries], accumulator)?;
+    let mut output = Fresh::new(&shape)?;
+    let mut logsumexp = Fresh::new(&[batch, heads, queries])?;
     let mut workspace = workspace::<E>(kernel::forward_workspace(&problem))?;
     let outputs = ForwardOutputs {
-        output: output.by_row::<E>()?,
-        logsumexp: logsumexp.by_head()?,
+        output: ViewMut::by_row(&mut output)?,
+        logsumexp: ViewMut::by_head(&mut logsumexp)?,
     };
     kernel::forward(&problem, &outputs, workspace.elements_mut()?);
     Ok((output.into_tensor(), logsumexp.into_tensor()))
@@ -304,17 +300,16 @@ fn backward<E: Accumulate>(
     let [batch, heads, queries, _] = arguments.query_sizes;
     let [_, kv_heads, keys, value_dim] = arguments.kv_sizes;
     let key_dim = arguments.key_dim;
-    let mut query = Fresh::empty(&[batch, queries, heads, key_dim], E::KIND)?;
-    let mut key = Fresh::empty(&[batch, keys, kv_heads, key_dim], E::KIND)?;
-    let mut value = Fresh::empty(&[batch, keys, kv_heads, value_dim], E::KIND)?;
-    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
-    let mut delta = Fresh::empty(&[batch, heads, queries], accumulator)?;
+    let mut query = Fresh::<E>::new(&[batch, queries, heads, key_dim])?;
+    let mut key = Fresh::<E>::new(&[batch, keys, kv_heads, key_dim])?;
+    let mut value = Fresh::<E>::new(&[batch, keys, kv_heads, value_dim])?;
+    let mut delta = Fresh::new(&[batch, heads, queries])?;
     let mut workspace = workspace::<E>(kernel::backward_workspace(&problem))?;
     let outputs = BackwardOutputs {
-        query: query.by_row::<E>()?,
-        key: key.by_row::<E>()?,
-        value: value.by_row::<E>()?,
-        delta: delta.by_head()?,
+        query: ViewMut::by_row(&mut query)?,
+        key: ViewMut::by_row(&mut key)?,
+        value: ViewMut::by_row(&mut value)?,
+        delta: ViewMut::by_head(&mut delta)?,
     };
     kernel::backward(
         &problem,
@@ -336,8 +331,7 @@ fn bias_gradient<E: Accumulate>(
 ) -> Result<Tensor> {
     let problem = arguments.attention_inputs::<E>(function)?;
     let shape = sizes(bias);
-    let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
-    let mut gradient = Fresh::zeros(&shape, accumulator)?;
+    let mut gradient = Fresh::zeros(&shape)?;
     let shape = shape.map(usize_of);
     let mut workspace = workspace::<E>(kernel::bias_gradient_workspace(&problem, shape))?;
     kernel::bias_gradient(
@@ -351,9 +345,8 @@ fn bias_gradient<E: Accumulate>(
 }
 
 /// Returns scratch memory from libtorch's allocator, which counts it and reuses it in the next call.
-pub(crate) fn workspace<E: Accumulate>(elements: usize) -> Result<Fresh> {
-    let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
-    Fresh::empty(&[i64::try_from(elements).unwrap_or(i64::MAX)], kind)
+pub(crate) fn workspace<E: Accumulate>(elements: usize) -> Result<Fresh<E::Acc>> {
+    Ok(Fresh::new(&[i64::try_from(elements).unwrap_or(i64::MAX)])?)
 }
 
 fn sizes(tensor: &Tensor) -> [i64; 4] {

@@ -2,6 +2,7 @@ use std::collections::HashMap;
 
 use overdrive_autograd::NoGradGuard;
 use overdrive_core::Error as Common;
+use overdrive_kernels::tensors::{Fresh, Strided};
 use overdrive_kernels::{Accumulate, InstructionSet};
 use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
@@ -12,7 +13,7 @@ use crate::call::{check_options, scale, shape_error, slopes_of, unresolved_limit
 use crate::error::other_device;
 use crate::gpu;
 use crate::kernel::{
-    self, AttentionInputs, ForwardOutputs, Fresh, Pages, Rules, Sequence, Slopes, Strided,
+    self, AttentionInputs, ForwardOutputs, Pages, Rules, Sequence, Slopes, View, ViewMut,
 };
 use crate::paged_blocks::{PagedBlocks, check_blocks};
 use crate::paged_packed::{packed, packed_kernel, takes_packs};
@@ -187,7 +188,7 @@ fn in_place<E: Accumulate>(
         let flat = |tensor: &Tensor| {
             Strided::rows(&tensor.f_detach()?.f_to_kind(accumulator)?.f_contiguous()?)
         };
-        tensor.map(flat).transpose()
+        Ok(tensor.map(flat).transpose()?)
     };
     let (slopes, sinks) = (numbers(options.alibi_slopes)?, numbers(options.sinks)?);
     let (left, right) = unresolved_limits(options);
@@ -198,7 +199,7 @@ fn in_place<E: Accumulate>(
         kv_heads: usize_of(sizes.kv_heads),
         key_dim: usize_of(sizes.key_dim),
         value_dim: usize_of(sizes.value_dim),
-        query: query.view()?,
+        query: View::of(&query)?,
         key: keys.stored()?,
         value: values.stored()?,
         pages: Some(Pages {
@@ -233,12 +234,12 @@ fn in_place<E: Accumulate>(
         },
     };
     let shape = [1, sizes.queries, sizes.heads, sizes.value_dim];
-    let mut output = Fresh::empty(&shape, E::KIND)?;
-    let mut logsumexp = Fresh::empty(&[1, sizes.heads, sizes.queries], accumulator)?;
+    let mut output = Fresh::new(&shape)?;
+    let mut logsumexp = Fresh::new(&[1, sizes.heads, sizes.queries])?;
     let mut workspace = workspace::<E>(kernel::forward_workspace(&problem))?;
     let outputs = ForwardOutputs {
-        output: output.by_row::<E>()?,
-        logsumexp: logsumexp.by_head()?,
+        output: ViewMut::by_row(&mut output)?,
+        logsumexp: ViewMut::by_head(&mut logsumexp)?,
     };
     kernel::forward(&problem, &outputs, workspace.elements_mut()?);
     Ok((

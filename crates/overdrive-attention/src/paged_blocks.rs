@@ -1,11 +1,12 @@
 use overdrive_core::Error as Common;
 use overdrive_kernels::e4m3;
+use overdrive_kernels::tensors::Strided;
 use overdrive_sys::raw;
 use tch::{Kind, Tensor};
 
 use crate::call::{check_kinds, shape_error};
 use crate::error::other_device;
-use crate::kernel::{Codes, Stored, Strided};
+use crate::kernel::{Codes, Stored, View};
 use crate::{Error, Result};
 
 /// The keys or values of a pool, (blocks, H_kv, block_size, D): a tensor with the dtype of the query, or 8-bit codes with
@@ -109,13 +110,13 @@ pub(crate) struct StridedBlocks {
 impl StridedBlocks {
     pub(crate) fn stored<E: raw::Element>(&self) -> Result<Stored<'_, E>> {
         Ok(match &self.scales {
-            None => Stored::Elements(self.elements.view()?),
+            None => Stored::Elements(View::of(&self.elements)?),
             Some(scales) => Stored::Quantized {
                 codes: match self.is_int8 {
-                    true => Codes::Int8(self.elements.view()?),
-                    false => Codes::Fp8(self.elements.view()?),
+                    true => Codes::Int8(View::of(&self.elements)?),
+                    false => Codes::Fp8(View::of(&self.elements)?),
                 },
-                scales: scales.view()?,
+                scales: View::of(scales)?,
             },
         })
     }

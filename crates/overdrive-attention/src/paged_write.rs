@@ -1,6 +1,7 @@
 use overdrive_core::Error as Common;
 use overdrive_gpu::PagedWrite;
 use overdrive_kernels::Accumulate;
+use overdrive_kernels::tensors::Strided;
 use overdrive_sys::storage::memory_overlaps;
 use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
@@ -8,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::blockwise::for_kind;
 use crate::call::shape_error;
 use crate::error::other_device;
-use crate::kernel::{Strided, write_quantized_rows, write_rows};
+use crate::kernel::{View, write_quantized_rows, write_rows};
 use crate::paged_blocks::largest_code;
 use crate::{Error, Result};
 
@@ -203,7 +204,13 @@ pub fn paged_write_quantized(
     let rows = rows.f_detach()?.f_to_kind(Kind::Float)?;
     let Some((blocks, places)) = &slots.indices else {
         let strided = Strided::rows(&rows.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
-        return write_quantized_rows(&strided.view()?, codes, scales, sizes(codes), &slots.slots);
+        return write_quantized_rows(
+            &View::of(&strided)?,
+            codes,
+            scales,
+            sizes(codes),
+            &slots.slots,
+        );
     };
     let most = rows.f_abs()?.f_amax([-1].as_slice(), true)?;
     let scale = most.f_divide_scalar(largest)?;
@@ -228,7 +235,7 @@ pub fn paged_write_quantized(
 }
 
 fn copy<E: Accumulate>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
-    write_rows::<E>(&rows.view()?, pool, sizes(pool), &slots.slots)
+    write_rows::<E>(&View::of(rows)?, pool, sizes(pool), &slots.slots)
 }
 
 /// Returns the heads, the rows of a block and the channels of a pool.

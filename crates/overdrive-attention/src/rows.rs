@@ -8,12 +8,13 @@ use std::cell::Cell;
 
 use overdrive_core::Error as Common;
 use overdrive_kernels::InstructionSet;
+use overdrive_kernels::tensors::Strided;
 use tch::{Device, Kind};
 
 use crate::Result;
 use crate::call::unresolved_limits;
 use crate::kernel::{
-    self, AttentionInputs, ForwardOutputs, Rules, Sequence, Stored, Strided, View, ViewMut,
+    self, AttentionInputs, ForwardOutputs, Rules, Sequence, Stored, View, ViewMut,
 };
 use crate::{AttentionOptions, Backend};
 

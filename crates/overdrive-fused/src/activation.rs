@@ -3,8 +3,10 @@ use tch::Tensor;
 
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::activation::{Gated, GatedMut, biased, biased_backward, gated, gated_backward};
-use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
+use crate::tensors::promoted;
 use crate::{Result, gpu};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// A non-linearity, applied element by element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

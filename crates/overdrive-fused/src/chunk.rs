@@ -10,8 +10,10 @@ use tch::{Device, Kind, Tensor};
 use crate::cross_entropy::{scalar, sum};
 use crate::kernel::cross_entropy::{loss, loss_and_gradient};
 use crate::loss_options::Labels;
-use crate::tensors::{Replaceable, elements, has_kernel, with_element};
+use crate::tensors::Replaceable;
 use crate::{CrossEntropyOptions, Result, composed, gpu};
+use overdrive_kernels::tensors::{elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// The bytes of logits in a chunk.
 //

@@ -10,8 +10,10 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{check_device, check_floating, wrong_shape};
 use crate::kernel::cross_entropy::{gradient, loss};
 use crate::loss_options::Labels;
-use crate::tensors::{Fresh, Replaceable, copy_of, elements, has_kernel, with_element};
+use crate::tensors::{Replaceable, copy_of};
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed, gpu};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64), as
 /// `torch.nn.functional.cross_entropy` does, but without the tensor of log-probabilities.

@@ -8,7 +8,8 @@ use tch::{Device, Kind, Tensor};
 use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::few_rows::{Layer, few_rows};
-use crate::tensors::{Fresh, elements, has_kernel, with_element};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// Returns `x · weightᵀ + bias`, as `torch.nn.functional.linear` does, with its three matmuls (forward, and the
 /// gradients of `x` and of `weight`) on the library that [`overdrive_sys::gemm`] chooses.
@@ -147,8 +148,8 @@ fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor>
         let mut maps = Vec::with_capacity(weights.len());
         for (index, weight) in weights.iter().enumerate() {
             maps.push(Layer {
-                weight: elements::<T>(weight)?,
-                bias: biases.get(index).map(|bias| elements::<T>(bias)).transpose()?,
+                weight: elements::<T>(*weight)?,
+                bias: biases.get(index).map(|bias| elements::<T>(*bias)).transpose()?,
             });
         }
         // Widened once here, because every output reads all of `x`.

@@ -5,8 +5,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{wrong_dtype, wrong_shape};
 use crate::kernel::cross_entropy::Terms;
-use crate::tensors::elements;
 use crate::{Error, Result};
+use overdrive_kernels::tensors::elements;
 
 /// The reduction of the losses of rows to one scalar.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

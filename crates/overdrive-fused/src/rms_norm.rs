@@ -5,8 +5,10 @@ use tch::{Kind, Tensor};
 
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rms_norm::{Saved, backward, forward};
-use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
+use crate::tensors::promoted;
 use crate::{Result, gpu};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension, as `torch.nn.functional.rms_norm` does
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).

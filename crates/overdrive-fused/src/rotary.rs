@@ -5,8 +5,9 @@ use tch::{Kind, Tensor};
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, rotate_in_place, scatter};
 use crate::rows::check_len;
-use crate::tensors::{Fresh, elements, has_kernel, with_element};
 use crate::{Result, gpu};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::with_element;
 
 /// The channels of a head that form a pair and are rotated together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -5,12 +5,12 @@
 //! tensors, and record nothing for autograd.
 
 use overdrive_core::Error as Common;
+use overdrive_kernels::tensors::{self, has_kernel};
 use tch::Tensor;
 
 use crate::kernel::activation::{Gated, gated};
 use crate::kernel::few_rows::{Layer, few_rows};
 use crate::kernel::rms_norm::forward;
-use crate::tensors::has_kernel;
 use crate::{Activation, Result};
 
 pub use crate::rotary::RowAngles;
@@ -20,7 +20,7 @@ pub use crate::rotary::RowAngles;
 /// # Errors
 /// [`Error::Sys`](crate::Error::Sys) for any other tensor.
 pub fn elements(tensor: &Tensor) -> Result<&[f32]> {
-    crate::tensors::elements(tensor)
+    Ok(tensors::elements(tensor)?)
 }
 
 /// Normalizes rows as wide as `weight`, as [`rms_norm`](crate::rms_norm) does.

@@ -1,74 +1,10 @@
-//! The elements of tensors as slices, for kernels.
+//! Tensors that kernels overwrite, copies and dtypes.
 #![allow(unsafe_code)]
 
-use std::marker::PhantomData;
-
 use overdrive_sys::raw;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::Result;
-
-/// Returns `true` if the kernels support this tensor; libtorch's operators handle other tensors.
-pub(crate) fn has_kernel(tensor: &Tensor) -> bool {
-    tensor.device() == Device::Cpu
-        && matches!(tensor.kind(), Kind::Float | Kind::BFloat16 | Kind::Half)
-}
-
-/// Evaluates `$body` with `$type` as the element type of `$kind`, one of those of
-/// [`has_kernel`].
-macro_rules! with_element {
-    ($kind:expr, $type:ident => $body:expr) => {
-        match $kind {
-            tch::Kind::BFloat16 => {
-                type $type = half::bf16;
-                $body
-            }
-            tch::Kind::Half => {
-                type $type = half::f16;
-                $body
-            }
-            _ => {
-                type $type = f32;
-                $body
-            }
-        }
-    };
-}
-pub(crate) use with_element;
-
-/// Returns the elements of a contiguous tensor.
-pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
-    // SAFETY: kernels read their inputs only while an operator runs, and write none of them; who
-    // writes to a tensor while an operator reads it, from another thread, races with libtorch's own
-    // operators as well.
-    Ok(unsafe { raw::slice(tensor)? })
-}
-
-/// A new tensor without other handles.
-#[derive(Debug)]
-pub(crate) struct Fresh<T> {
-    tensor: Tensor,
-    element: PhantomData<T>,
-}
-
-impl<T: raw::Element> Fresh<T> {
-    /// Returns an uninitialized contiguous tensor on the CPU.
-    pub(crate) fn new(shape: &[i64]) -> Result<Self> {
-        Ok(Self {
-            tensor: Tensor::f_empty(shape, (T::KIND, Device::Cpu))?,
-            element: PhantomData,
-        })
-    }
-
-    pub(crate) fn elements_mut(&mut self) -> Result<&mut [T]> {
-        // SAFETY: the tensor was made by `new` and has not left it, and it is borrowed for writing.
-        Ok(unsafe { raw::slice_mut(&self.tensor)? })
-    }
-
-    pub(crate) fn into_tensor(self) -> Tensor {
-        self.tensor
-    }
-}
 
 /// A tensor whose contents a kernel may overwrite.
 #[derive(Debug)]

@@ -14,6 +14,7 @@
 //! | [`math`] | exponentials and functions based on them |
 //! | [`threads`] | work on libtorch's threads |
 //! | [`SharedSlice`], [`ColumnsMut`] | a slice or matrix that several threads write in disjoint parts |
+//! | [`tensors`], [`with_element!`] | the memory of tensors as slices, and code for each element type |
 //! | [`Kept`] | buffers that a thread reuses from call to call, counted and limited |
 //!
 //! # Instruction sets
@@ -86,6 +87,7 @@ mod lookup;
 pub mod math;
 mod shared_slice;
 mod simd;
+pub mod tensors;
 pub mod threads;
 mod vector;
 

@@ -1,11 +1,11 @@
 //! The short causal convolution by the kernel for CPUs.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
-use overdrive_kernels::{Element, InstructionSet};
+use overdrive_kernels::tensors::{Fresh, Strided, elements, elements_mut, has_kernel};
+use overdrive_kernels::{Element, InstructionSet, with_element};
 use tch::{Kind, Tensor};
 
-use crate::kernel::tensors::{Fresh, Strided, elements, elements_mut, has_kernel, with_element};
-use crate::kernel::{Conv, ConvGradients, Sequence, conv_backward, conv_forward};
+use crate::kernel::{Conv, ConvGradients, Rows, Sequence, conv_backward, conv_forward};
 use crate::{ConvActivation, Result};
 
 /// Returns the dtype in which the kernel takes the inputs, if it takes them.
@@ -14,7 +14,7 @@ pub(crate) fn kernel_kind(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) ->
         .into_iter()
         .flatten()
         .any(|tensor| tensor.kind() == Kind::Double);
-    (!double && has_kernel(x.kind(), x.device())).then_some(x.kind())
+    (!double && has_kernel(x)).then_some(x.kind())
 }
 
 /// The weights in f32, and the options.
@@ -50,7 +50,7 @@ fn conv<'a, T: Element>(
 ) -> Result<Conv<'a, T>> {
     let width = weight.size()[1];
     Ok(Conv {
-        x: x.rows()?,
+        x: Rows::of(x)?,
         weight: elements(weight)?,
         bias: bias.map(elements).transpose()?,
         sequences,
@@ -62,7 +62,7 @@ fn conv<'a, T: Element>(
 
 /// Returns `x` (B, T, C) as rows (B, T, 1, C).
 fn rows(x: &Tensor) -> Result<Strided> {
-    Strided::new(&x.f_unsqueeze(2)?)
+    Ok(Strided::rows(&x.f_unsqueeze(2)?)?)
 }
 
 /// Returns `y` in the shape of `x` (1, N, C), and updates a pool of states in place.
@@ -75,7 +75,7 @@ pub(crate) fn update(
     let input = rows(x)?;
     let bias = filter.bias.as_ref();
     with_element!(x.kind(), T => {
-        let mut y = Fresh::<T>::empty(&x.size())?;
+        let mut y = Fresh::<T>::new(&x.size())?;
         let conv = conv::<T>(&input, &filter.weight, bias, filter.activation, sequences)?;
         conv_forward(&conv, y.elements_mut()?, elements_mut(states)?);
         Ok(y.into_tensor())
@@ -141,7 +141,7 @@ impl Function for CausalConv1d {
         let input = rows(x)?;
         let results = with_element!(x.kind(), T => {
             let mut states = Fresh::<T>::copy_or_zeros(state, &self.state_shape(weight))?;
-            let mut y = Fresh::<T>::empty(&x.size())?;
+            let mut y = Fresh::<T>::new(&x.size())?;
             let conv = conv::<T>(&input, weight, bias, self.activation, &self.sequences)?;
             conv_forward(&conv, y.elements_mut()?, states.elements_mut()?);
             vec![y.into_tensor(), states.into_tensor()]
@@ -166,13 +166,13 @@ impl Function for CausalConv1d {
             .as_ref()
             .map(Tensor::f_contiguous)
             .transpose()?;
-        let mut of_weight = Fresh::<f32>::empty(&weight.size())?;
-        let mut of_bias = Fresh::<f32>::empty(&weight.size()[..1])?;
+        let mut of_weight = Fresh::<f32>::new(&weight.size())?;
+        let mut of_bias = Fresh::<f32>::new(&weight.size()[..1])?;
         let shape = self.state_shape(weight);
         let (of_x, of_states) = with_element!(x.kind(), T => {
             let first = Fresh::<T>::copy_or_zeros(state, &shape)?.into_tensor();
             let mut of_states = Fresh::<T>::copy_or_zeros(gradients[1].as_ref(), &shape)?;
-            let mut of_x = Fresh::<T>::empty(&x.size())?;
+            let mut of_x = Fresh::<T>::new(&x.size())?;
             let conv = conv::<T>(&input, weight, bias, self.activation, &self.sequences)?;
             let to = ConvGradients {
                 x: of_x.elements_mut()?,

@@ -1,13 +1,14 @@
 //! The gated delta rule by the kernel for CPUs.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
-use overdrive_kernels::{Element, InstructionSet};
-use tch::{Kind, Tensor};
+use overdrive_kernels::tensors::{Fresh, Strided, elements, elements_mut, has_element};
+use overdrive_kernels::{Element, InstructionSet, with_element};
+use tch::{Device, Kind, Tensor};
 
 use crate::delta_rule::Sizes;
-use crate::kernel::tensors::{Fresh, Strided, elements, elements_mut, has_kernel, with_element};
 use crate::kernel::{
-    InputGradients, Problem, ResultGradients, Sequence, backward, block_columns, chunks_of, forward,
+    InputGradients, Problem, ResultGradients, Rows, Sequence, backward, block_columns, chunks_of,
+    forward,
 };
 use crate::sequences::size;
 use crate::{DeltaRuleInputs, Result};
@@ -37,7 +38,7 @@ pub(crate) fn kernel_kind(inputs: &DeltaRuleInputs<'_>) -> Option<Kind> {
         true => kinds[0],
         false => Kind::Float,
     };
-    has_kernel(kind, inputs.value.device()).then_some(kind)
+    (inputs.value.device() == Device::Cpu && has_element(kind)).then_some(kind)
 }
 
 /// The inputs in the dtypes of the kernel.
@@ -73,11 +74,11 @@ impl Views {
         let [query, key, value, decay, beta] = inputs;
         Ok(Views {
             rows: [
-                Strided::new(query)?,
-                Strided::new(key)?,
-                Strided::new(value)?,
-                Strided::new(&decay.f_unsqueeze(-1)?)?,
-                Strided::new(&beta.f_unsqueeze(-1)?)?,
+                Strided::rows(query)?,
+                Strided::rows(key)?,
+                Strided::rows(value)?,
+                Strided::rows(&decay.f_unsqueeze(-1)?)?,
+                Strided::rows(&beta.f_unsqueeze(-1)?)?,
             ],
             kind: query.kind(),
             key_heads: size(key.size()[2]),
@@ -87,11 +88,11 @@ impl Views {
     fn problem<'a, T: Element>(&'a self, plan: &'a Plan) -> Result<Problem<'a, T>> {
         let [query, key, value, decay, beta] = &self.rows;
         Ok(Problem {
-            query: query.rows()?,
-            key: key.rows()?,
-            value: value.rows()?,
-            decay: decay.rows()?,
-            beta: beta.rows()?,
+            query: Rows::of(query)?,
+            key: Rows::of(key)?,
+            value: Rows::of(value)?,
+            decay: Rows::of(decay)?,
+            beta: Rows::of(beta)?,
             sequences: &plan.sequences,
             key_heads: self.key_heads,
             heads: size(plan.sizes.heads),
@@ -108,7 +109,7 @@ impl Views {
 pub(crate) fn update(inputs: &Converted, plan: &Plan, states: &mut Tensor) -> Result<Tensor> {
     let views = Views::new(inputs.0.each_ref())?;
     with_element!(views.kind, T => {
-        let mut output = Fresh::<T>::empty(&inputs.0[2].size())?;
+        let mut output = Fresh::<T>::new(&inputs.0[2].size())?;
         let states = elements_mut(states)?;
         forward(&views.problem::<T>(plan)?, output.elements_mut()?, states, None);
         Ok(output.into_tensor())
@@ -178,13 +179,13 @@ impl Function for DeltaRule {
         let mut states = Fresh::<f32>::copy_or_zeros(state.first().copied(), &self.state_shape())?;
         let (output, saved) = with_element!(views.kind, T => {
             let problem = views.problem::<T>(&self.plan)?;
-            let mut output = Fresh::<T>::empty(&value.size())?;
+            let mut output = Fresh::<T>::new(&value.size())?;
             let mut saved = None;
             if context.needs_any_grad() {
                 let columns = block_columns(problem.set);
                 let slab = problem.blocks(columns) * columns * problem.key_dim;
                 let slabs = self.plan.chunks() * problem.heads;
-                saved = Some(Fresh::<f32>::empty(&[slabs as i64, slab as i64])?);
+                saved = Some(Fresh::<f32>::new(&[slabs as i64, slab as i64])?);
             }
             let to = saved.as_mut().map(Fresh::elements_mut).transpose()?;
             forward(&problem, output.elements_mut()?, states.elements_mut()?, to);
@@ -217,11 +218,11 @@ impl Function for DeltaRule {
             .map(Tensor::f_contiguous)
             .transpose()?;
         let mut found = with_element!(views.kind, T => {
-            let mut of_query = Fresh::<T>::empty(&query.size())?;
-            let mut of_key = Fresh::<T>::empty(&key.size())?;
-            let mut of_value = Fresh::<T>::empty(&value.size())?;
-            let mut of_decay = Fresh::<f32>::empty(&decay.size())?;
-            let mut of_beta = Fresh::<f32>::empty(&beta.size())?;
+            let mut of_query = Fresh::<T>::new(&query.size())?;
+            let mut of_key = Fresh::<T>::new(&key.size())?;
+            let mut of_value = Fresh::<T>::new(&value.size())?;
+            let mut of_decay = Fresh::<f32>::new(&decay.size())?;
+            let mut of_beta = Fresh::<f32>::new(&beta.size())?;
             let results = ResultGradients {
                 saved: elements(saved)?,
                 output: of_output.as_ref().map(elements::<T>).transpose()?,

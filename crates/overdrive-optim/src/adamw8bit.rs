@@ -1,5 +1,6 @@
 //! AdamW with an 8-bit state.
 
+use overdrive_kernels::with_element;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
@@ -7,7 +8,7 @@ use crate::checks::{bytes, check_adam_options, step_count};
 use crate::code_book::BLOCK;
 use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::joint_update::{JointUpdate, WINDOW, flat_range, scales_of};
-use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version, with_elements};
+use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version};
 use crate::operators::{self, Piece};
 use crate::paging::{Allocated, Pager, Request, Storage};
 use crate::param_group::name_contains;
@@ -295,10 +296,9 @@ pub(crate) fn step_one(
                     exp_avg_sq: &state.exp_avg_sq.tensor,
                     absmax2,
                 };
-                with_elements!(dense.kind(), T => {
-                    adam8::<T>(numbers, &dense, &gradient, &quantized, range.clone())
-                })
-                .transpose()?;
+                with_element!(dense.kind(), T => {
+                    adam8::<T>(numbers, &dense, &gradient, &quantized, range.clone())?;
+                });
             }
             scales => {
                 let device = parameter.device();

@@ -1,12 +1,14 @@
 //! Lion: updates by the sign of a momentum.
 
+use overdrive_kernels::tensors::has_kernel;
+use overdrive_kernels::with_element;
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_betas, check_rates};
 use crate::engine::{Job, Rule, StateTensors, optimizer};
-use crate::kernels::{LionNumbers, bump_version, lion, with_elements};
+use crate::kernels::{LionNumbers, bump_version, lion};
 
 /// The options of [`Lion`]. The defaults are those of the paper, the learning rate that of its authors' code.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -55,7 +57,7 @@ optimizer! {
     ///
     /// ```
     /// use overdrive_optim::{Lion, LionConfig, Optimizer, ParamGroup};
-    /// use tch::{Device, Kind, Tensor};
+    /// use tch::{Kind, Tensor};
     ///
     /// let weight = Tensor::from_slice(&[1f32, -1.0]).set_requires_grad(true);
     /// let group = ParamGroup::new("all", vec![("weight".into(), weight.shallow_clone())]);
@@ -118,20 +120,16 @@ impl Rule for LionRule {
                 decay: 1.0 - job.learning_rate * job.weight_decay,
             };
             // The kernel reads memory in order; other layouts and devices use operators.
-            let dense = job.parameter.is_contiguous() && job.parameter.device() == Device::Cpu;
+            let dense = job.parameter.is_contiguous() && has_kernel(&job.parameter);
             let gradient = job.gradient.f_contiguous()?;
-            let done = if dense {
-                with_elements!(job.parameter.kind(), T => {
-                    lion::<T>(&numbers, &job.parameter, &gradient, job.state)
-                })
-                .transpose()?
-            } else {
-                None
-            };
-            match done {
+            if dense {
+                with_element!(job.parameter.kind(), T => {
+                    lion::<T>(&numbers, &job.parameter, &gradient, job.state)?;
+                });
                 // The kernel writes behind libtorch's back, which must still notice the in-place change.
-                Some(()) => bump_version(&job.parameter)?,
-                None => by_operators(&numbers, job)?,
+                bump_version(&job.parameter)?;
+            } else {
+                by_operators(&numbers, job)?;
             }
         }
         Ok(())

@@ -4,9 +4,10 @@ use half::f16;
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::{fp8, microscaling};
-use crate::tensors::{bytes, elements};
+use crate::tensors::bytes;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
+use overdrive_kernels::tensors::elements;
 
 /// The tensors of a group-wise quantized weight, for [`QuantizedWeight::from_grouped`]:
 /// `w = (code − zero) · scale + offset`.

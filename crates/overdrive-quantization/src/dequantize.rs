@@ -7,9 +7,11 @@ use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
 use crate::codec::{blocks, fp8, grouped, int8, run_jobs, units_of_job};
 use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
-use crate::tensors::{Fresh, bytes, elements, with_float};
+use crate::tensors::bytes;
 use crate::weight::Storage;
 use crate::{Error, QuantizedWeight, Result, Scheme, device_dequantize};
+use overdrive_kernels::tensors::{Fresh, elements};
+use overdrive_kernels::with_element;
 
 impl QuantizedWeight {
     /// Returns the dense weight `(O, I)` of `kind`, on the device of the codes. Elements are computed in f32
@@ -25,7 +27,7 @@ impl QuantizedWeight {
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
         // Double is computed in f32 as well, since the codes are not more precise.
-        with_float!(kind, T => {
+        with_element!(kind, T => {
             let mut target = Fresh::<T>::new(&self.size())?;
             let jobs = target.elements_mut()?.chunks_mut(rows * width).enumerate();
             run_jobs(jobs, |(job, numbers)| {
@@ -68,7 +70,7 @@ impl QuantizedWeight {
         }
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
-        with_float!(kind, T => {
+        with_element!(kind, T => {
             let mut target = Fresh::<T>::new(&shape)?;
             let jobs = target.elements_mut()?.chunks_mut(rows * width).zip(ids.chunks(rows));
             run_jobs(jobs, |(numbers, ids)| {

@@ -8,6 +8,7 @@ mod plan;
 use overdrive_autograd::{
     BackwardContext, ForwardContext, Function, FunctionResult, apply, is_grad_enabled,
 };
+use overdrive_kernels::tensors::has_element;
 use overdrive_sys::autocast;
 use overdrive_sys::named_operator::{self, NamedOperator};
 use tch::{Device, Kind, Tensor};
@@ -135,9 +136,7 @@ fn forward(
     compute: Kind,
     recording: bool,
 ) -> Result<Tensor> {
-    let has_kernels = x.device() == Device::Cpu
-        && matches!(compute, Kind::Float | Kind::BFloat16 | Kind::Half)
-        && x.numel() > 0;
+    let has_kernels = x.device() == Device::Cpu && has_element(compute) && x.numel() > 0;
     if has_kernels {
         cpu::forward(x, weights, biases, compute, recording)
     } else {

@@ -7,11 +7,12 @@ use crate::codec::floats::Float;
 use crate::codec::grouped::{HALF_SCALES, Levels, RangeOf, RowMut};
 use crate::codec::not_finite::{FirstNotFinite, NotFinite};
 use crate::codec::{blocks, dynamic, fp8, grouped, int8, run_jobs, units_of_job};
-use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::{Magnitudes, Storage};
 use crate::{
     BlockOptions, Error, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme, composed,
 };
+use overdrive_kernels::tensors::{Fresh, elements};
+use overdrive_kernels::with_element;
 
 impl QuantizedWeight {
     /// Quantizes `weight (O, I)` of any floating-point dtype, on its device. The weight is not changed, and gets no
@@ -133,7 +134,7 @@ fn on_cpu(
     range_of: Option<RangeOf<'_>>,
     scales: GroupScales,
 ) -> Result<Storage> {
-    with_float!(weight.kind(), T => {
+    with_element!(weight.kind(), T => {
         let numbers = elements::<T>(weight)?;
         let source = Source { numbers, outputs: shape[0], inputs: shape[1], range_of };
         match scheme {

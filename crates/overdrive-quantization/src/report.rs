@@ -2,8 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::tensors::elements;
 use crate::{Error, QuantizedWeight, Result};
+use overdrive_kernels::tensors::elements;
 
 /// The difference between a quantized weight and its original.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]

@@ -1,10 +1,12 @@
 //! The inputs of the kernels.
 
+use overdrive_kernels::tensors::{Fresh, Strided};
 use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
-use overdrive_sys::raw::BoolByte;
+use overdrive_sys::raw::{self, BoolByte};
 
 use super::codes::Stored;
 use super::dropout::Dropout;
+use crate::Result;
 
 /// Rows in a slice: row `r` of head `h` in batch `b` begins at
 /// `b · batch + h · head + r · row`, and is contiguous.
@@ -14,6 +16,19 @@ pub(crate) struct View<'a, E> {
     pub(crate) batch: usize,
     pub(crate) head: usize,
     pub(crate) row: usize,
+}
+
+impl<'a, E: raw::Element> View<'a, E> {
+    /// Returns the rows of a tensor (batch, head, row, element) whose last dimension is contiguous.
+    pub(crate) fn of(tensor: &'a Strided) -> Result<Self> {
+        let [batch, head, row, _] = tensor.strides;
+        Ok(View {
+            data: tensor.elements()?,
+            batch,
+            head,
+            row,
+        })
+    }
 }
 
 impl<'a, E> View<'a, E> {
@@ -34,6 +49,30 @@ pub(crate) struct ViewMut<'a, E> {
     batch: usize,
     head: usize,
     row: usize,
+}
+
+impl<'a, E: raw::Element> ViewMut<'a, E> {
+    /// Returns the rows of a tensor (batch, rows, heads, element), as (batch, head, row).
+    pub(crate) fn by_row(tensor: &'a mut Fresh<E>) -> Result<Self> {
+        let [_, rows, heads, dim] = sizes(tensor);
+        Ok(ViewMut::new(
+            tensor.elements_mut()?,
+            rows * heads * dim,
+            dim,
+            heads * dim,
+        ))
+    }
+
+    /// Returns the elements of a tensor (batch, heads, rows), as rows of one element.
+    pub(crate) fn by_head(tensor: &'a mut Fresh<E>) -> Result<Self> {
+        let [_, heads, rows] = sizes(tensor);
+        Ok(ViewMut::new(tensor.elements_mut()?, heads * rows, rows, 1))
+    }
+}
+
+fn sizes<E: raw::Element, const N: usize>(tensor: &Fresh<E>) -> [usize; N] {
+    let size = tensor.size();
+    std::array::from_fn(|at| usize::try_from(size[at]).unwrap_or(0))
 }
 
 impl<'a, E> ViewMut<'a, E> {

@@ -24,7 +24,6 @@ mod inputs;
 mod matmul;
 mod pool_rows;
 mod scores;
-mod tensors;
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward, backward_workspace};
 pub(crate) use bias_gradient::{bias_gradient, bias_gradient_workspace};
@@ -35,7 +34,6 @@ pub(crate) use inputs::{
     AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes, View, ViewMut,
 };
 pub(crate) use pool_rows::{write_quantized_rows, write_rows};
-pub(crate) use tensors::{Fresh, Strided};
 
 #[cfg(test)]
 mod tests;

@@ -15,7 +15,6 @@ mod delta_forward;
 mod one_token;
 mod problem;
 mod slab;
-pub(crate) mod tensors;
 #[cfg(test)]
 mod tests;
 

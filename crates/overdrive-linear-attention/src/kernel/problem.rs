@@ -1,6 +1,10 @@
 //! The inputs of the kernels of the delta rule.
 
+use overdrive_kernels::tensors::Strided;
 use overdrive_kernels::{Element, InstructionSet, Kernel, LANES, Simd};
+use overdrive_sys::raw;
+
+use crate::Result;
 
 /// The number of tokens that a slab is advanced by before the next slab; backward starts from the states at these
 /// distances.
@@ -55,6 +59,17 @@ pub(crate) struct Rows<'a, T> {
     /// The distances in the dimensions of batch, tokens and heads.
     pub(crate) strides: [usize; 3],
     pub(crate) width: usize,
+}
+
+impl<'a, T: raw::Element> Rows<'a, T> {
+    pub(crate) fn of(tensor: &'a Strided) -> Result<Rows<'a, T>> {
+        let [batch, token, head, _] = tensor.strides;
+        Ok(Rows {
+            data: tensor.elements()?,
+            strides: [batch, token, head],
+            width: tensor.width,
+        })
+    }
 }
 
 impl<'a, T: Copy> Rows<'a, T> {

@@ -5,28 +5,6 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 
-/// Calls `$body` with the element type of a tensor of kind Float, Half or BFloat16; `None` for others.
-macro_rules! with_elements {
-    ($kind:expr, $type:ident => $body:expr) => {
-        match $kind {
-            tch::Kind::Float => {
-                type $type = f32;
-                Some($body)
-            }
-            tch::Kind::Half => {
-                type $type = half::f16;
-                Some($body)
-            }
-            tch::Kind::BFloat16 => {
-                type $type = half::bf16;
-                Some($body)
-            }
-            _ => None,
-        }
-    };
-}
-pub(crate) use with_elements;
-
 /// Returns the elements of a tensor that a step reads: a gradient.
 ///
 /// # Safety

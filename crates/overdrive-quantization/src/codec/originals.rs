@@ -6,9 +6,10 @@ use std::collections::HashMap;
 use tch::{Kind, Tensor};
 
 use super::{dynamic, fp8};
-use crate::tensors::{bytes, elements};
+use crate::tensors::bytes;
 use crate::weight::{Magnitudes, Storage};
 use crate::{BlockOptions, GroupOptions, QuantizedWeight, Scheme};
+use overdrive_kernels::tensors::elements;
 
 struct Fixture(HashMap<String, Tensor>);
 

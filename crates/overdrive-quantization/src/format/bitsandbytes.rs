@@ -13,9 +13,9 @@ use tch::{Kind, Tensor};
 use super::source::{FLOATS, Module};
 use crate::codec::code_book::Book;
 use crate::codec::dynamic;
-use crate::tensors::elements;
 use crate::weight::{Magnitudes, Storage};
 use crate::{BlockOptions, Error, QuantizedWeight, Result, Scheme};
+use overdrive_kernels::tensors::elements;
 
 /// The `quantization_config` of a model that bitsandbytes quantized, with the keys of transformers'
 /// `BitsAndBytesConfig`.

@@ -4,8 +4,8 @@ use overdrive_safetensors::StoredTensor;
 use tch::{Kind, Tensor};
 
 use super::source::{Module, narrowed};
-use crate::tensors::elements;
 use crate::{GroupedParts, QuantizedWeight, Result};
+use overdrive_kernels::tensors::elements;
 
 /// Returns the words of a stored tensor of kind Int.
 pub(super) fn words<'a>(stored: &StoredTensor<'a>) -> impl Iterator<Item = u32> + use<'a> {

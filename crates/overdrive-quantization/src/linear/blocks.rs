@@ -5,9 +5,10 @@ use overdrive_sys::gemm::{mm_into, product_kind};
 use tch::{Device, Kind, Tensor};
 
 use crate::kernel::four_bit::{coded_weight, dequantize_rows};
-use crate::tensors::{Fresh, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
+use overdrive_kernels::tensors::Fresh;
+use overdrive_kernels::with_element;
 
 /// The elements of a dequantized block: enough for a matmul at full speed, few enough for the last cache.
 const BLOCK: i64 = 1 << 20;
@@ -82,7 +83,7 @@ fn each_block(
         _ => None,
     };
     if let Some(map) = coded {
-        return with_float!(kind, T => {
+        return with_element!(kind, T => {
             let mut scratch = Fresh::<T>::new(&[count, weight.inputs])?;
             for (first, count) in parts {
                 let rows = first.unsigned_abs() as usize..(first + count).unsigned_abs() as usize;

@@ -10,9 +10,10 @@ use crate::kernel::four_bit::{CodedGemm, CodedWeight, QuantizedInputs, coded_wei
 use crate::kernel::input_rows::InputRows;
 use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
 use crate::kernel::joint_gemm::{Gemm, JointGemm, joint_gemm};
-use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
+use overdrive_kernels::tensors::{Fresh, elements};
+use overdrive_kernels::with_element;
 
 /// The largest number of rows for which codes are dequantized in registers instead of in blocks.
 const FEW_ROWS: usize = 32;
@@ -39,7 +40,7 @@ pub(super) fn forward(
                 .transpose()
         })
         .collect::<std::result::Result<_, _>>()?;
-    with_float!(compute, T => joint::<T>(&x, weights, &biases, recording))
+    with_element!(compute, T => joint::<T>(&x, weights, &biases, recording))
 }
 
 /// Returns the results for contiguous tensors of the dtype of `T`.

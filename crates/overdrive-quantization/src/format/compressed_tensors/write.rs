@@ -5,9 +5,9 @@ use tch::{Device, Kind, Tensor};
 use super::config::CompressedTensorsConfig;
 use crate::codec::microscaling;
 use crate::constructors::code_bytes;
-use crate::tensors::elements;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
+use overdrive_kernels::tensors::elements;
 
 impl CompressedTensorsConfig {
     /// Returns the tensors that a file has for a weight.

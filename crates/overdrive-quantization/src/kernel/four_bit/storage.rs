@@ -8,9 +8,10 @@ use tch::{Device, Kind};
 use super::coded_weight::{CodedWeight, Coding};
 use super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::dynamic;
-use crate::tensors::{Source, bytes, elements};
+use crate::tensors::bytes;
 use crate::weight::{self, Storage};
 use crate::{Activations, Error, QuantizedWeight, Result};
+use overdrive_kernels::tensors::{Source, elements};
 
 /// Returns the slices of a weight; `None` for weights of another storage, or not on the CPU.
 ///
