@@ -55,7 +55,6 @@ pub(crate) struct Flags {
     /// Size of the key/value cache in MiB [default: enough for a conversation of maximum length, between 1024 and 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
-    /// Images of the first message
     #[command(flatten)]
     images: ImageFlags,
     #[command(flatten)]

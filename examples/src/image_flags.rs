@@ -9,7 +9,8 @@ use overdrive::generation::{ImagePatches, ModelFiles};
 /// The images of a prompt, for a model that sees images.
 #[derive(Debug, Clone, Args)]
 pub struct ImageFlags {
-    /// Image of the prompt, a PNG, JPEG or WebP file; may be given several times (needs the feature `image`)
+    /// Image of the prompt or of the first message, a PNG, JPEG or WebP file; may be given several times (needs the
+    /// feature `image`)
     #[arg(long = "image", value_name = "FILE")]
     pub images: Vec<PathBuf>,
 }

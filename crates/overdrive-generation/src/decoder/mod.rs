@@ -117,9 +117,9 @@ impl<'a> Decoder<'a> {
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Self> {
-        let Some(images) = PaddedImages::new(model, prompts, images)? else {
+        if images.iter().all(Vec::is_empty) {
             return Decoder::new(model, prompts, config, copies);
-        };
+        }
         let refused = |first, why| {
             let second = "images";
             Err(Error::Incompatible { first, second, why })
@@ -146,7 +146,7 @@ impl<'a> Decoder<'a> {
         };
         let mut decoder = Decoder::new(model, prompts, config, copies)?;
         if let Layout::Padded(rows) = &mut decoder.layout {
-            rows.set_images(images);
+            rows.set_images(PaddedImages::new(model, prompts, images)?);
         }
         Ok(decoder)
     }

@@ -19,15 +19,12 @@ pub(crate) struct PaddedImages {
 }
 
 impl PaddedImages {
-    /// Computes the image tokens of `images`, which are those of `prompts`; `None` if there are none.
+    /// Computes the image tokens of `images`, which are those of each of `prompts`; at least one has any.
     pub(crate) fn new(
         model: &CausalLm,
         prompts: &[Vec<i64>],
         images: &[Vec<ImagePatches>],
-    ) -> Result<Option<PaddedImages>> {
-        if images.iter().all(Vec::is_empty) {
-            return Ok(None);
-        }
+    ) -> Result<PaddedImages> {
         let vision = model.config().vision().ok_or(ModelError::NoVision)?;
         let width = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let mut axes = [Vec::new(), Vec::new(), Vec::new()];
@@ -56,14 +53,14 @@ impl PaddedImages {
         let device = model.device();
         let shape = [3, prompts.len() as i64, width as i64];
         let positions = Tensor::f_from_slice(&axes.concat())?.f_view(shape)?;
-        Ok(Some(PaddedImages {
+        Ok(PaddedImages {
             features: ImageFeatures::cat(&features)?,
             places,
             positions: positions.f_to_device(device)?,
             deltas: Tensor::f_from_slice(&deltas)?
                 .f_unsqueeze(1)?
                 .f_to_device(device)?,
-        }))
+        })
     }
 
     /// Returns the positions `(3, B, tokens)` of the columns from `past` on, or `(B, tokens)` after the prompts. `counted`

@@ -19,10 +19,12 @@ pub(super) const EPS: f64 = 1e-6;
 /// The part of a model that turns the patches of images into image tokens.
 #[derive(Debug)]
 pub(crate) struct VisionTower {
-    /// The weight `(C, W)` of a patch of `W` values, and its bias.
+    /// The weight `(C, 3, frames, P, P)` of a patch and its bias. The windows of the convolution do not overlap, so it is one
+    /// matmul.
     patch: [Tensor; 2],
     positions: Tensor,
-    rotary: Rotary,
+    /// The frequencies of half a head: those of rows and of columns are the same.
+    frequencies: Vec<f32>,
     blocks: Vec<Block>,
     merger: Merger,
     /// The mergers of the outputs of the layers with these numbers.
@@ -38,6 +40,7 @@ impl VisionTower {
         let name = |part: &str| format!("{TOWER}.{part}");
         let weight = parameters.take(&name("patch_embed.proj.weight"))?;
         let half = config.hidden_size / config.num_heads / 2;
+        let rotary = Rotary::new(half, config.rope_theta, &RopeScaling::Default, 1)?;
         let merged = config.hidden_size * config.spatial_merge_size.pow(2);
         let positions = parameters.take(&name("pos_embed.weight"))?;
         let bias = parameters.take(&name("patch_embed.proj.bias"))?;
@@ -51,11 +54,9 @@ impl VisionTower {
         });
         let deepstack = deep.collect::<Result<_>>()?;
         Ok(VisionTower {
-            // A view: the convolution's windows do not overlap, so it is one matmul.
             patch: [weight, bias],
             positions,
-            // The frequencies of half a head: those of rows and of columns are the same. Their tables are not used.
-            rotary: Rotary::new(half, config.rope_theta, &RopeScaling::Default, 1)?,
+            frequencies: rotary.inverse_frequencies().to_vec(),
             blocks,
             merger: Merger::take(parameters, &name("merger"), merged, false)?,
             deepstack,
@@ -97,9 +98,8 @@ impl VisionTower {
     }
 
     fn rotation(&self, grids: &[[i64; 2]], x: &Tensor) -> Result<Rotation> {
-        let frequencies = self.rotary.inverse_frequencies();
         let merge = self.config.spatial_merge_size;
-        let [cos, sin] = grid::rotary(frequencies, grids, merge, x.device())?;
+        let [cos, sin] = grid::rotary(&self.frequencies, grids, merge, x.device())?;
         // As in the text model: fp32 also for 16 bits, and fp64 for a model in fp64.
         let kind = match x.kind() {
             Kind::Double => Kind::Double,
