@@ -24,6 +24,7 @@ mod doctor;
 mod finetune;
 mod fused;
 mod graphs;
+mod images;
 mod kernels;
 mod machinery;
 mod memory;

@@ -8,7 +8,7 @@ use super::Cargo;
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
     // The programs whose feature is off by default, because it compiles long or has another licence.
     let feature = match name {
-        "images" => Some("image"),
+        "images" | "finetune_vision" => Some("image"),
         "packages" => Some("packages"),
         "speech" => Some("speech"),
         _ => None,

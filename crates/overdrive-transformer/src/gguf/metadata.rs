@@ -119,7 +119,8 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         | F::Qwen35
         | F::Qwen35Moe
         | F::Gemma3n
-        | F::Gemma4 => {
+        | F::Gemma4
+        | F::Qwen3Vl => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),
