@@ -45,6 +45,7 @@ mod error;
 mod kernel;
 mod options;
 mod sequences;
+mod state_slot;
 
 pub use causal_conv1d::{causal_conv1d, causal_conv1d_update, causal_conv1d_varlen};
 pub use delta_rule::{
@@ -52,3 +53,4 @@ pub use delta_rule::{
 };
 pub use error::{Error, Result};
 pub use options::{Backend, CausalConv1dOptions, ConvActivation, DeltaRuleOptions};
+pub use state_slot::StateSlot;
