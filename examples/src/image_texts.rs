@@ -54,6 +54,8 @@ pub struct ImageTextBatch {
     pub grids: Vec<[i64; 2]>,
     /// The number of labels.
     pub label_count: usize,
+    /// The number of tokens without padding.
+    pub tokens: usize,
 }
 
 impl ImageTextFormat {
@@ -165,6 +167,7 @@ fn collate(rows: Vec<ImageText>) -> Result<ImageTextBatch> {
         pixels: Tensor::f_from_slice(&pixels)?.f_view([-1, values])?,
         image_tokens: Tensor::f_from_slice(&image_tokens)?,
         grids,
+        tokens: rows.iter().map(|row| row.tokens.len()).sum(),
     })
 }
 
@@ -216,6 +219,10 @@ impl MicroBatch for ImageTextBatch {
 
     fn label_count(&self) -> Option<usize> {
         Some(self.label_count)
+    }
+
+    fn tokens(&self) -> usize {
+        self.tokens
     }
 
     fn padded_tokens(&self) -> usize {
