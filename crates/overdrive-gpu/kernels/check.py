@@ -691,6 +691,77 @@ def paged_write(launch):
     return 0.0
 
 
+def delta_rows(launch, name, tokens, heads, dim):
+    """Makes rows of heads with the strides of the launch; returns them (tokens, heads, dim)."""
+    token, head = (launch.scalars[f"{name[0]}_{axis}"] for axis in ("token", "head"))
+    extent = 1 + (tokens - 1) * token + (heads - 1) * head + dim - 1
+    flat = launch.given(name, launch.random.standard_normal(extent))
+    return np.lib.stride_tricks.as_strided(flat, (tokens, heads, dim), [8 * token, 8 * head, 8])
+
+
+def delta_plan(launch, sequences):
+    """Makes the plan of sequences of some tokens, of none and of one; returns offsets, and the slots before and after."""
+    offsets = np.concatenate([[0], np.cumsum([3, 0, 1][:sequences])])
+    slots = launch.random.permutation(2 * sequences)
+    source, target = slots[:sequences].copy(), slots[sequences:].copy()
+    # The first one starts from zeros, the last one keeps its slot.
+    source[0], target[-1] = -1, source[-1]
+    launch.given("plan", np.concatenate([offsets, source, target]))
+    return offsets, source, target
+
+
+def delta_rule(launch):
+    s = launch.scalars
+    sequences, heads, group, key_dim, value_dim = (
+        s[n] for n in ("sequences", "heads", "group", "key_dim", "value_dim"))
+    offsets, source, target = delta_plan(launch, sequences)
+    tokens = offsets[-1]
+    query, key = (delta_rows(launch, name, tokens, heads // group, key_dim) for name in ("query", "key"))
+    value = delta_rows(launch, "value", tokens, heads, value_dim)
+    decay = launch.given("decay", -np.abs(launch.random.standard_normal((tokens, heads))))
+    beta = launch.given("beta", launch.random.uniform(0, 1, (tokens, heads)))
+    states = launch.values("states", 2 * sequences, heads, key_dim, value_dim).copy()
+    launch.output("y", tokens, heads, value_dim)
+    launch.run()
+    if launch.entry["constants"]["NORM"]:
+        query, key = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (query, key))
+    serving = np.arange(heads) // group
+    query, key = query[:, serving] * s["scale"], key[:, serving]
+    y = np.zeros((tokens, heads, value_dim))
+    for sequence in range(sequences):
+        state = states[source[sequence]] if source[sequence] >= 0 else np.zeros_like(states[0])
+        for token in range(offsets[sequence], offsets[sequence + 1]):
+            state = state * np.exp(decay[token])[:, None, None]
+            change = (value[token] - np.einsum("hkv,hk->hv", state, key[token])) * beta[token][:, None]
+            state = state + key[token][:, :, None] * change[:, None, :]
+            y[token] = np.einsum("hkv,hk->hv", state, query[token])
+        states[target[sequence]] = state
+    # Sums of three tokens, in another order.
+    return max(launch.close("y", y), launch.close("states", states, factor=4))
+
+
+def causal_conv1d(launch):
+    sequences, channels, stride = (launch.scalars[n] for n in ("sequences", "channels", "x_token"))
+    width = launch.entry["constants"]["WIDTH"]
+    offsets, source, target = delta_plan(launch, sequences)
+    x = launch.values("x", offsets[-1], stride)[:, :channels]
+    weight = launch.values("weight", channels, width)
+    states = launch.values("states", 2 * sequences, channels, width - 1).copy()
+    launch.output("y", offsets[-1], channels)
+    launch.run()
+    y = np.zeros(x.shape)
+    for sequence in range(sequences):
+        first, end = offsets[sequence], offsets[sequence + 1]
+        past = states[source[sequence]].T if source[sequence] >= 0 else np.zeros((width - 1, channels))
+        inputs = np.concatenate([past, x[first:end]])
+        for token in range(end - first):
+            total = (inputs[token:token + width].T * weight).sum(axis=1)
+            y[first + token] = total / (1.0 + np.exp(-total))
+        states[target[sequence]] = inputs[end - first:].T
+    assert np.array_equal(launch.buffers["states"].get(), states), launch.describe()
+    return launch.close("y", y)
+
+
 def decode_combine(launch):
     s = launch.scalars
     total, heads = launch.entry["blocks"]

@@ -14,11 +14,12 @@ use tch::{Device, Kind, Tensor};
 use tracing::{debug, info, warn};
 
 use crate::counters::Counters;
+use crate::delta_rule::UploadedPlan;
 use crate::driver::{Context, Driver, Function, Grid, Value};
 use crate::embedded::{Image, Variant, images, table, target_for};
 use crate::error::{Error, Result, embedded};
 use crate::few_bits::Book;
-use crate::verified::{is_used, report_of};
+use crate::verified::{is_kernel_used, is_used, report_of};
 
 const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
 const DRIVER: &str = "libcuda.so.1";
@@ -35,6 +36,8 @@ pub struct Kernels {
     books: Mutex<Vec<(&'static [f32; 16], Tensor)>>,
     pub(crate) rounded_books: Mutex<Vec<(&'static [f32; 16], Kind, Book)>>,
     pub(crate) counters: Mutex<Option<Counters>>,
+    /// The plan of the last step over states.
+    pub(crate) state_plan: Mutex<Option<UploadedPlan>>,
     /// The variants by the name of the kernel.
     launches: BTreeMap<&'static str, AtomicU64>,
 }
@@ -112,16 +115,21 @@ pub(crate) enum Argument<'a> {
 pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
     match device {
         Device::Cuda(index) => {
-            let asked = match OVERRIDE.load(Ordering::Relaxed) {
-                OFF => Some(false),
-                ON => Some(true),
-                _ => switch()?,
-            };
+            let asked = asked()?;
             let capability = || Ok(overdrive_sys::cuda::compute_capability(index)?);
             GPUS.get(index, asked, capability, || open(index))
         }
         Device::Cpu => Ok(STAND_IN.get().copied()),
         _ => Ok(None),
+    }
+}
+
+/// Returns the user's choice, if there is one.
+fn asked() -> Result<Option<bool>> {
+    match OVERRIDE.load(Ordering::Relaxed) {
+        OFF => Ok(Some(false)),
+        ON => Ok(Some(true)),
+        _ => switch(),
     }
 }
 
@@ -310,6 +318,7 @@ impl Kernels {
             books: Mutex::default(),
             rounded_books: Mutex::default(),
             counters: Mutex::default(),
+            state_plan: Mutex::default(),
             launches: table()?
                 .variants
                 .iter()
@@ -384,9 +393,13 @@ impl Kernels {
         self.context.multiprocessors as usize
     }
 
-    /// Returns a variant, which is loaded at its first use; `None` if there is none, or if it would have to be loaded
-    /// in a capture.
+    /// Returns a variant, which is loaded at its first use; `None` if there is none, if no report verifies it and the user
+    /// has not asked for it, or if it would have to be loaded in a capture.
     pub(crate) fn find(&self, request: &Request) -> Result<Option<Loaded>> {
+        // The stand-in of tests runs all of them.
+        if self.device != Device::Cpu && !is_kernel_used(request.kernel, asked()?) {
+            return Ok(None);
+        }
         let mut loaded = self.loaded.lock();
         if let Some(known) = loaded.get(request) {
             return Ok(*known);

@@ -20,6 +20,8 @@
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
 //! | [`PagedWrite`] | [`Kernels::paged_write`] | new keys and values to their rows in the blocks of a pool |
+//! | [`DeltaRule`] | [`Kernels::delta_rule`] | the gated delta rule of packed sequences, with states in a pool |
+//! | [`CausalConv1d`] | [`Kernels::causal_conv1d`] | the short convolution before it |
 //!
 //! Dtypes are f32, bf16 and f16; sums are in f32, and results are rounded once.
 //!
@@ -36,7 +38,8 @@
 //! 2026: all were correct, and each was faster than libtorch's operators or within 4 % of them
 //! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
 //! `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for the
-//! driver their launches. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
+//! driver their launches. The kernels of the gated delta rule are newer than the report, and are off in the same way on
+//! all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
 //! used, and why.
 //!
 //! A kernel is loaded when an operation first needs it. Nothing can be loaded in a capture: an operation that did not
@@ -71,6 +74,7 @@
 mod adam;
 mod counters;
 mod decode;
+mod delta_rule;
 mod driver;
 mod eight_bit;
 mod embedded;
@@ -87,6 +91,7 @@ mod verified;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
 pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback};
+pub use delta_rule::{CausalConv1d, DeltaRule, StatePlan};
 pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};

@@ -28,7 +28,23 @@ impl<'a, T> SharedSlice<'a, T> {
         }
     }
 
-    /// Returns the elements of `range`.
+    /// Returns the elements of `range` for reading.
+    ///
+    /// # Panics
+    /// If the slice is shorter.
+    ///
+    /// # Safety
+    /// No range for writing that overlaps this one is alive.
+    pub unsafe fn range(&self, range: Range<usize>) -> &[T]
+    where
+        T: Sync,
+    {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: in bounds; the caller guarantees that nobody writes.
+        unsafe { std::slice::from_raw_parts(self.pointer.add(range.start), range.len()) }
+    }
+
+    /// Returns the elements of `range` for writing.
     ///
     /// # Panics
     /// If the slice is shorter.

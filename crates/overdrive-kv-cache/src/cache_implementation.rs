@@ -37,6 +37,9 @@ pub struct CacheShape {
     /// `true` for each layer that has a state of fixed size in place of keys and values: an entry for each layer, or
     /// none. The cache is then a [`HybridCache`]. Default empty.
     pub recurrent: Vec<bool>,
+    /// The number of bytes of the states of one sequence in all recurrent layers, from which a budget of memory is
+    /// divided ([`PagedCacheConfig::state_bytes`](crate::PagedCacheConfig::state_bytes)). Default 0.
+    pub state_bytes: u64,
     /// The number of rows of a batch, including beams and parallel samples, that the static cache
     /// allocates. Default 1.
     pub batch: i64,
@@ -76,6 +79,7 @@ impl Default for CacheShape {
         CacheShape {
             windows: Vec::new(),
             recurrent: Vec::new(),
+            state_bytes: 0,
             batch: 1,
             max_len: None,
             kv_heads: 1,

@@ -6,11 +6,11 @@ use crate::conv_math::convolve;
 use crate::error::{
     check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
 };
+use crate::gpu;
 use crate::options::choose;
-use crate::sequences::{
-    batch_sequences, check_slots, groups_of_equal_length, lengths, packed_sequences,
-};
-use crate::{Backend, CausalConv1dOptions, Result};
+use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
+use crate::state_slot::{checked_slots, copy_states};
+use crate::{Backend, CausalConv1dOptions, Result, StateSlot};
 
 /// Checks the tensors but for the state; `x` has the dimensions `leading` before the channels. Returns the numbers of
 /// channels and weights of each.
@@ -174,22 +174,22 @@ pub fn causal_conv1d_varlen(
     Ok(Tensor::f_cat(&outputs, 0)?)
 }
 
-/// Computes [`causal_conv1d`] for packed sequences whose states are in a pool, and updates the states in place:
-/// inference, without gradients.
+/// Computes [`causal_conv1d`] for packed sequences whose states are in a pool, and updates the pool: inference, without
+/// gradients.
 ///
 /// `x` (N, C) is packed as for [`causal_conv1d_varlen`]. `states` (S, C, K - 1), contiguous and in the dtype of `x`, is the
-/// pool; sequence `i` continues from row `slots[i]`, and its new state replaces that row. Other rows stay as they are.
-/// Returns `y` (N, C).
+/// pool; sequence `i` continues from row `slots[i]`, and its new state replaces that row, or another one ([`StateSlot`]).
+/// Other rows stay as they are. Returns `y` (N, C).
 ///
 /// # Errors
-/// As [`causal_conv1d`]; [`Error::Sequences`](crate::Error::Sequences) if the offsets do not divide the rows, or the slots are
-/// not different rows of the pool. The states are unchanged then.
+/// As [`causal_conv1d`]; [`Error::Sequences`](crate::Error::Sequences) as for
+/// [`gated_delta_rule_update`](crate::gated_delta_rule_update). The states are unchanged then.
 pub fn causal_conv1d_update(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     states: &mut Tensor,
-    slots: &[i64],
+    slots: &[impl Copy + Into<StateSlot>],
     offsets: &[i64],
     options: &CausalConv1dOptions,
 ) -> Result<Tensor> {
@@ -198,15 +198,19 @@ pub fn causal_conv1d_update(
     let expected = [pool, channels, width - 1];
     check_state("states", states, expected, "(S, C, K - 1)", x)?;
     let lengths = lengths(offsets, x.size()[0])?;
-    check_slots(slots, lengths.len(), pool)?;
+    let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    if let Some(y) = gpu::causal_conv1d(x, weight, bias, states, &slots, offsets, options)? {
+        return Ok(y);
+    }
     if uses_kernel(x, weight, bias, options)? {
         check_contiguous(states)?;
         let filter = Filter::new(weight, bias, options.activation)?;
-        let sequences = packed_sequences(offsets, &lengths, Some(slots));
+        let sequences = packed_sequences(offsets, &lengths, Some(&slots));
         let y = conv_fused::update(&x.f_unsqueeze(0)?, &filter, &sequences, states)?;
         return Ok(y.f_squeeze_dim(0)?);
     }
+    copy_states(states, &slots)?;
     let mut output = x.f_zeros_like()?;
     for (length, group) in groups_of_equal_length(&lengths) {
         let rows: Vec<i64> = group
@@ -214,7 +218,7 @@ pub fn causal_conv1d_update(
             .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length)
             .collect();
         let rows = Tensor::f_from_slice(&rows)?.f_to_device(x.device())?;
-        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence]).collect();
+        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence].to).collect();
         let batch = group.len() as i64;
         let group = Tensor::f_from_slice(&group)?.f_to_device(x.device())?;
         let tokens = x

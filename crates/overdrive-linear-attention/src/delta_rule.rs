@@ -6,12 +6,12 @@ use crate::delta_math::Terms;
 use crate::error::{
     check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
 };
+use crate::gpu;
 use crate::kernel::Sequence;
 use crate::options::choose;
-use crate::sequences::{
-    batch_sequences, check_slots, groups_of_equal_length, lengths, packed_sequences,
-};
-use crate::{Backend, DeltaRuleOptions, Result};
+use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
+use crate::state_slot::{checked_slots, copy_states};
+use crate::{Backend, DeltaRuleOptions, Result, StateSlot};
 
 /// The tensors of the gated delta rule, for a batch or for packed sequences.
 ///
@@ -263,23 +263,24 @@ pub fn gated_delta_rule_varlen(
     Ok(Tensor::f_cat(&outputs, 0)?)
 }
 
-/// Computes [`gated_delta_rule`] for packed sequences whose states are in a pool, and updates the states in place:
-/// inference, without gradients.
+/// Computes [`gated_delta_rule`] for packed sequences whose states are in a pool, and updates the pool: inference, without
+/// gradients.
 ///
 /// The tensors are packed as for [`gated_delta_rule_varlen`]. `states` (S, H, D_k, D_v), contiguous and in f32 (f64 if an
-/// input is f64), is the pool; sequence `i` continues from row `slots[i]`, and its new state replaces that row. Rows of
-/// sequences without tokens and of other slots stay as they are. Returns the output (N, H, D_v) in the dtype of `value`.
+/// input is f64), is the pool; sequence `i` continues from row `slots[i]`, and its new state replaces that row, or another
+/// one ([`StateSlot`]). Other rows stay as they are. Returns the output (N, H, D_v) in the dtype of `value`.
 ///
 /// On a CPU (unless `backend` is `Math`), neither the output nor a state depends, in any bit, on how the tokens of a
 /// sequence are divided among calls, on the other sequences of a call, or on the number of threads.
 ///
 /// # Errors
-/// As [`gated_delta_rule`]; [`Error::Sequences`](crate::Error::Sequences) if the offsets do not divide the rows, or the slots
-/// are not different rows of the pool. The states are unchanged then.
+/// As [`gated_delta_rule`]; [`Error::Sequences`](crate::Error::Sequences) if the offsets do not divide the rows, if the slots
+/// are not different rows of the pool, or if one is read for a sequence and written for another. The states are unchanged
+/// then.
 pub fn gated_delta_rule_update(
     inputs: DeltaRuleInputs<'_>,
     states: &mut Tensor,
-    slots: &[i64],
+    slots: &[impl Copy + Into<StateSlot>],
     offsets: &[i64],
     options: &DeltaRuleOptions,
 ) -> Result<Tensor> {
@@ -288,12 +289,16 @@ pub fn gated_delta_rule_update(
     let pool = states.size().first().copied().unwrap_or(0);
     check_state("states", states, pool, sizes, &inputs, "(S, H, D_k, D_v)")?;
     let lengths = lengths(offsets, inputs.value.size()[0])?;
-    check_slots(slots, lengths.len(), pool)?;
+    let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    let scale = scale_of(options, sizes);
+    if let Some(output) = gpu::delta_rule(&inputs, states, &slots, offsets, scale, options)? {
+        return Ok(output);
+    }
     if let Some(kind) = kernel_kind(&inputs, options.backend)? {
         check_contiguous(states)?;
         let plan = plan(
-            packed_sequences(offsets, &lengths, Some(slots)),
+            packed_sequences(offsets, &lengths, Some(&slots)),
             sizes,
             options,
         );
@@ -301,6 +306,7 @@ pub fn gated_delta_rule_update(
         let output = delta_fused::update(&converted, &plan, states)?.f_squeeze_dim(0)?;
         return Ok(output.f_to_kind(inputs.value.kind())?);
     }
+    copy_states(states, &slots)?;
     let device = inputs.value.device();
     let mut output = inputs.value.f_zeros_like()?;
     for (length, group) in groups_of_equal_length(&lengths) {
@@ -309,7 +315,7 @@ pub fn gated_delta_rule_update(
             .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length)
             .collect();
         let rows = Tensor::f_from_slice(&rows)?.f_to_device(device)?;
-        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence]).collect();
+        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence].to).collect();
         let batch = group.len() as i64;
         let group = Tensor::f_from_slice(&group)?.f_to_device(device)?;
         let tokens = inputs.try_map(|x| {

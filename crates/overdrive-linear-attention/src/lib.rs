@@ -31,6 +31,9 @@
 //! # }
 //! ```
 //!
+//! On NVIDIA GPUs the steps over a pool are a launch each by the kernels of overdrive-gpu, where they are used; batches and
+//! training run by libtorch's operators.
+//!
 //! Reference implementations: [flash-linear-attention](https://github.com/fla-org/flash-linear-attention),
 //! [causal-conv1d](https://github.com/Dao-AILab/causal-conv1d), and transformers' `modeling_qwen3_next.py`.
 #![deny(missing_docs)]
@@ -42,9 +45,11 @@ mod delta_fused;
 mod delta_math;
 mod delta_rule;
 mod error;
+mod gpu;
 mod kernel;
 mod options;
 mod sequences;
+mod state_slot;
 
 pub use causal_conv1d::{causal_conv1d, causal_conv1d_update, causal_conv1d_varlen};
 pub use delta_rule::{
@@ -52,3 +57,4 @@ pub use delta_rule::{
 };
 pub use error::{Error, Result};
 pub use options::{Backend, CausalConv1dOptions, ConvActivation, DeltaRuleOptions};
+pub use state_slot::StateSlot;

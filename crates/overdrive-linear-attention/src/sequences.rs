@@ -1,7 +1,7 @@
 //! The sequences of a pack: rows of tokens one sequence after another, and the state of each in a pool.
 
 use crate::kernel::{Sequence, chunks_of};
-use crate::{Error, Result};
+use crate::{Error, Result, StateSlot};
 
 /// Returns the numbers of tokens of the sequences, for cumulative offsets (flash-attn's `cu_seqlens`) from 0 to `rows`.
 pub(crate) fn lengths(offsets: &[i64], rows: i64) -> Result<Vec<i64>> {
@@ -34,36 +34,6 @@ pub(crate) fn lengths(offsets: &[i64], rows: i64) -> Result<Vec<i64>> {
     Ok(offsets.windows(2).map(|pair| pair[1] - pair[0]).collect())
 }
 
-/// Checks that each of `sequences` has a row of its own in a pool of `states` rows.
-pub(crate) fn check_slots(slots: &[i64], sequences: usize, states: i64) -> Result<()> {
-    let error = |problem: String| {
-        Err(Error::Sequences {
-            argument: "slots",
-            problem,
-        })
-    };
-    if slots.len() != sequences {
-        return error(format!(
-            "it has {} rows of the pool; it must have {sequences}, one for each sequence of `offsets`",
-            slots.len()
-        ));
-    }
-    if let Some(slot) = slots.iter().find(|slot| !(0..states).contains(*slot)) {
-        return error(format!(
-            "it has row {slot}; rows must be in 0..{states}, the rows of `states`"
-        ));
-    }
-    let mut sorted = slots.to_vec();
-    sorted.sort_unstable();
-    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-        return error(format!(
-            "it has row {} twice; each sequence needs a row of its own",
-            pair[0]
-        ));
-    }
-    Ok(())
-}
-
 /// Returns the indices of the sequences by their numbers of tokens, without empty ones, so that sequences of the same
 /// length can be computed as one batch.
 pub(crate) fn groups_of_equal_length(lengths: &[i64]) -> Vec<(i64, Vec<usize>)> {
@@ -91,6 +61,7 @@ pub(crate) fn batch_sequences(batch: i64, tokens: i64) -> Vec<Sequence> {
         start: 0,
         output: batch * tokens,
         tokens,
+        from: Some(batch),
         slot: Some(batch),
         first_chunk: batch * chunks_of(tokens),
     };
@@ -101,7 +72,7 @@ pub(crate) fn batch_sequences(batch: i64, tokens: i64) -> Vec<Sequence> {
 pub(crate) fn packed_sequences(
     offsets: &[i64],
     lengths: &[i64],
-    slots: Option<&[i64]>,
+    slots: Option<&[StateSlot]>,
 ) -> Vec<Sequence> {
     let mut first_chunk = 0;
     let mut sequences = Vec::with_capacity(lengths.len());
@@ -112,7 +83,8 @@ pub(crate) fn packed_sequences(
             start,
             output: start,
             tokens,
-            slot: slots.map(|slots| size(slots[index])),
+            from: slots.and_then(|slots| slots[index].from).map(size),
+            slot: slots.map(|slots| size(slots[index].to)),
             first_chunk,
         });
         first_chunk += chunks_of(tokens);

@@ -32,6 +32,7 @@
 #![deny(missing_docs)]
 
 mod activations;
+mod arrange;
 mod calibrate;
 mod checkpoint;
 mod codec;

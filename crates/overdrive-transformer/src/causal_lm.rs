@@ -672,6 +672,7 @@ impl CausalLm {
                 Backbone::Llama(model) => model.recurrent(),
                 Backbone::Gpt2(_) => Vec::new(),
             },
+            state_bytes: self.config.state_bytes(self.kind()),
             kv_heads: self.config.num_key_value_heads(),
             head_dim: self.config.head_dim(),
             layer_heads: self.cache_layer_heads(),

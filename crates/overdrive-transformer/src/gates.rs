@@ -19,14 +19,26 @@ pub(crate) fn gated(x: &Tensor, gate: &Tensor, fused: bool) -> Result<Tensor> {
     if !fused || !applies(x) || !applies(gate) || x.size() != gate.size() {
         return Ok(x.f_mul(&gate.f_sigmoid()?)?);
     }
-    let (x, gate) = (x.f_contiguous()?, gate.f_contiguous()?);
-    let mut output = rows::elements(&x)?.to_vec();
-    let gate = rows::elements(&gate)?;
+    let x = x.f_contiguous()?;
+    with_gates(rows::elements(&x)?.to_vec(), gate)
+}
+
+/// Computes `sigmoid(x)`.
+pub(crate) fn sigmoid(x: &Tensor, fused: bool) -> Result<Tensor> {
+    match fused && applies(x) {
+        true => with_gates(vec![1.0; x.numel()], x),
+        false => Ok(x.f_sigmoid()?),
+    }
+}
+
+/// Multiplies each element by the sigmoid of its gate, and returns them in the shape of the gates.
+fn with_gates(mut x: Vec<f32>, gate: &Tensor) -> Result<Tensor> {
+    let gate = gate.f_contiguous()?;
     InstructionSet::best().run(Gate {
-        x: &mut output,
-        gate,
+        x: &mut x,
+        gate: rows::elements(&gate)?,
     });
-    Ok(Tensor::f_from_slice(&output)?.f_view(x.size().as_slice())?)
+    Ok(Tensor::f_from_slice(&x)?.f_view(gate.size().as_slice())?)
 }
 
 struct Gate<'a> {
@@ -103,6 +115,8 @@ mod tests {
         let (x, gate) = (rows(-20.0), rows(-14.0));
         let all = gated(&x, &gate, true).unwrap();
         assert!(all.allclose(&gated(&x, &gate, false).unwrap(), 1e-6, 1e-7, false));
+        let sigmoids = sigmoid(&gate, true).unwrap();
+        assert!(sigmoids.allclose(&gate.sigmoid(), 1e-6, 1e-7, false));
         let [bias, a_log] = [0.1, -0.5].map(|by| x.get(0) * 0.0 + by);
         let of =
             |rows: &Tensor, fused| decay_and_rate([rows, rows], [&bias, &a_log], fused).unwrap();
@@ -112,6 +126,7 @@ mod tests {
         for row in 0..5 {
             let (one, own) = (x.narrow(0, row, 1), gate.narrow(0, row, 1));
             assert_eq!(gated(&one, &own, true).unwrap(), all.narrow(0, row, 1));
+            assert_eq!(sigmoid(&own, true).unwrap(), sigmoids.narrow(0, row, 1));
             let [of_row, rate_of_row] = of(&one, true);
             assert_eq!(of_row, decay.narrow(0, row, 1));
             assert_eq!(rate_of_row, rate.narrow(0, row, 1));

@@ -35,7 +35,7 @@
 //! | `gemma3` | the text model of multimodal Gemma 3 | as `gemma3_text`, and saved as `gemma3_text` |
 //! | `gemma3n_text` | Gemma 3n (text) | parallel residual streams (AltUp), a learned residual connection (LAuReL), an input of each layer beside the streams, sparse gates, blocks of several widths, last layers that share the keys and values of earlier ones |
 //! | `gemma3n` | the text model of multimodal Gemma 3n | as `gemma3n_text`, and saved as `gemma3n_text` |
-//! | `gemma4_text` | Gemma 4 (text), dense | as Gemma 3n, with one residual stream; heads of another size and number in layers without a window, whose keys may be values |
+//! | `gemma4_text` | Gemma 4 (text), dense and with experts (26B-A4B) | as Gemma 3n, with one residual stream; heads of another size and number in layers without a window, whose keys may be values; with or without a mixture of experts beside the feed-forward block |
 //! | `gemma4` | the text model of multimodal Gemma 4 | as `gemma4_text`, and saved as `gemma4_text` |
 //! | `qwen3_vl` | Qwen3-VL, dense | a Qwen3 that sees images ([`CausalLm::encode_images`]): a vision tower, three rotary positions for each token |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |

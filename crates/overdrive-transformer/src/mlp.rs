@@ -4,10 +4,7 @@ use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
 use crate::clamped_swiglu::ClampedSwiglu;
-use crate::moe::{
-    ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, packed_expert_modules,
-    router_module, shared_gate_module, shared_modules,
-};
+use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::per_layer::GaussianTopK;
 use crate::projections::{JointLinear, LinearVisitor, visit_linear};
@@ -37,46 +34,7 @@ impl FeedForward {
             let down = (down, [hidden, inner], ParameterRole::Linear);
             return joint.chain([down]).collect();
         };
-        let inner = config.expert_intermediate_size();
-        let router = router_module(config.family, &prefix);
-        let router = (router, [experts.num_experts, hidden], ParameterRole::Router);
-        let of_expert = |expert| {
-            if config.family == LlamaFamily::GptOss {
-                let [gate_up, down] = packed_expert_modules(&prefix, expert);
-                return vec![
-                    (gate_up, [hidden, 2 * inner], ParameterRole::Conv1d),
-                    (down, [inner, hidden], ParameterRole::Conv1d),
-                ];
-            }
-            let [gate, up, down] = expert_modules(config.family, &prefix, expert);
-            let gate = (gate, [inner, hidden], ParameterRole::Linear);
-            let up = (up, [inner, hidden], ParameterRole::Linear);
-            let down = (down, [hidden, inner], ParameterRole::Linear);
-            match config.family {
-                // w1, w2, w3.
-                LlamaFamily::Mixtral => vec![gate, down, up],
-                _ => vec![gate, up, down],
-            }
-        };
-        let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
-        // transformers has the router last in Qwen3-MoE and DeepSeek, and first in the others.
-        match config.family {
-            LlamaFamily::Qwen3Moe | LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => {
-                weights.push(router)
-            }
-            _ => weights.insert(0, router),
-        }
-        if let Some(inner) = experts.shared_width() {
-            let [gate, up, down] = shared_modules(config.family, &prefix);
-            weights.push((gate, [inner, hidden], ParameterRole::Linear));
-            weights.push((up, [inner, hidden], ParameterRole::Linear));
-            weights.push((down, [hidden, inner], ParameterRole::Linear));
-            if !config.family.is_deepseek() {
-                let gate = shared_gate_module(&prefix);
-                weights.push((gate, [1, hidden], ParameterRole::Router));
-            }
-        }
-        weights
+        moe::weights(config, &prefix, experts)
     }
 
     /// Returns the groups of modules whose weights lie together, without `.weight`.
@@ -85,25 +43,7 @@ impl FeedForward {
         let Some(experts) = config.experts_of(layer) else {
             return vec![mlp_modules(&prefix, config).0];
         };
-        // All experts contiguously, as a grouped matmul needs them, and a file of gpt-oss.
-        let (mut inner, mut outer) = (Vec::new(), Vec::new());
-        for expert in 0..experts.num_experts {
-            if config.family == LlamaFamily::GptOss {
-                let [gate_up, down] = packed_expert_modules(&prefix, expert);
-                inner.push(gate_up);
-                outer.push(down);
-                continue;
-            }
-            let [gate, up, down] = expert_modules(config.family, &prefix, expert);
-            inner.extend([gate, up]);
-            outer.push(down);
-        }
-        let mut groups = vec![inner, outer];
-        if experts.shared_width().is_some() {
-            let [gate, up, _] = shared_modules(config.family, &prefix);
-            groups.push(vec![gate, up]);
-        }
-        groups
+        moe::adjacent(config, &prefix, experts)
     }
 
     pub(crate) fn take(
@@ -221,12 +161,12 @@ impl GatedMlp {
     /// Takes an expert of gpt-oss.
     pub(crate) fn take_clamped(
         parameters: &mut ParameterMap,
-        gate_up: &str,
+        joint: &[String],
         down: &str,
         gate: ClampedSwiglu,
     ) -> Result<GatedMlp> {
         Ok(GatedMlp {
-            gate_up: JointLinear::take_conv1d(parameters, gate_up)?,
+            gate_up: JointLinear::take_conv1d(parameters, joint)?,
             down: parameters.take_conv1d(down)?,
             gate: Gate::Clamped(gate),
             sparsity: None,
@@ -260,7 +200,7 @@ impl GatedMlp {
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
         let inner = match self.gate {
-            Gate::Clamped(gate) => gate.forward(&self.gate_up.forward_single(x, fused)?)?,
+            Gate::Clamped(gate) => gate.forward(&self.gate_up.forward_single(x, fused)?, fused)?,
             Gate::Plain(activation) if fused && self.sparsity.is_none() => {
                 glu(&self.gate_up.forward_joint(x)?, activation)?
             }

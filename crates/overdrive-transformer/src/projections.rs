@@ -57,9 +57,13 @@ impl JointLinear {
         Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 
-    /// Takes one joint layer with a bias, whose weight a file has as `(I, O)`.
-    pub(crate) fn take_conv1d(parameters: &mut ParameterMap, name: &str) -> Result<JointLinear> {
-        Ok(JointLinear(vec![parameters.take_conv1d(name)?]))
+    /// Takes layers with biases, whose weights a file has as `(I, O)`.
+    pub(crate) fn take_conv1d(
+        parameters: &mut ParameterMap,
+        names: &[String],
+    ) -> Result<JointLinear> {
+        let layers = names.iter().map(|name| parameters.take_conv1d(name));
+        Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 
     /// Computes all outputs side by side, `(…, Σ out)`, in one matmul.

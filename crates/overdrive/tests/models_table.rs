@@ -489,6 +489,13 @@ fn gguf(architecture: &str, extra: &[(&str, u32)]) -> Vec<u8> {
         ("feed_forward_length", 64),
         ("attention.head_count", 2),
         ("vocab_size", 64),
+        // Layers of linear attention.
+        ("ssm.conv_kernel", 4),
+        ("ssm.state_size", 16),
+        ("ssm.group_count", 2),
+        ("ssm.time_step_rank", 2),
+        ("ssm.inner_size", 32),
+        ("full_attention_interval", 2),
     ];
     for (key, number) in sizes.iter().chain(extra) {
         let key = format!("{architecture}.{key}");

@@ -26,6 +26,7 @@ mod fused;
 mod graphs;
 mod images;
 mod kernels;
+mod linear_attention;
 mod machinery;
 mod memory;
 mod optimizers;

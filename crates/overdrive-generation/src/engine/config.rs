@@ -23,7 +23,9 @@ pub struct EngineConfig {
     /// The number of blocks of the cache. Default `None`: as many as fit into `kv_cache_memory_bytes`.
     pub num_blocks: Option<usize>,
     /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
-    /// the full context needs it, and less if `max_num_seqs` of them take less.
+    /// the full context needs it, and less if `max_num_seqs` of them take less. For a model with recurrent layers, at most
+    /// half of a given number is for states, and as many sequences are computed at once as have theirs in it, at least one;
+    /// by default, states are beside the blocks, for `max_num_seqs` sequences.
     pub kv_cache_memory_bytes: Option<u64>,
     /// The storage of keys and values. Default `auto`: in the model's dtype. With `int8` or `fp8` the same memory holds
     /// more tokens, 3.8 times as many as f32 with heads of 64 channels, 1.9 times as many as bf16, at some loss of
@@ -92,17 +94,38 @@ impl EngineConfig {
             .unwrap_or(default.max(self.max_num_seqs))
     }
 
-    /// Returns the number of blocks, if one takes `block_bytes` and a sequence has at most `context` tokens.
-    pub(super) fn blocks(&self, block_bytes: u64, context: usize) -> Result<usize> {
+    /// Returns the number of sequences that are computed at once in a cache of these sizes: as many as have states in half
+    /// of the memory, at least one.
+    pub(super) fn sequences(&self, sizes: &PagedCacheConfig) -> usize {
+        let most = self.max_num_seqs;
+        match self.kv_cache_memory_bytes {
+            Some(bytes) if self.num_blocks.is_none() => {
+                let beside_a_block = bytes.saturating_sub(sizes.bytes_per_block());
+                let sequences = sizes.sequences_in((bytes / 2).min(beside_a_block));
+                sequences.clamp(1, most)
+            }
+            _ => most,
+        }
+    }
+
+    /// Returns the number of blocks of a cache of these sizes, beside the states of `sequences`, if a sequence has at most
+    /// `context` tokens.
+    pub(super) fn blocks(
+        &self,
+        sizes: &PagedCacheConfig,
+        sequences: usize,
+        context: usize,
+    ) -> Result<usize> {
         if let Some(blocks) = self.num_blocks {
             return Ok(blocks);
         }
-        let block_bytes = block_bytes.max(1);
+        let block_bytes = sizes.bytes_per_block().max(1);
+        let states = sizes.bytes_of_states(sequences);
         // More blocks than that could never be used at once.
         let one = context.div_ceil(self.block_size) as u64;
         let useful = one.saturating_mul(self.max_num_seqs as u64);
         let blocks = match self.kv_cache_memory_bytes {
-            Some(bytes) => bytes / block_bytes,
+            Some(bytes) => bytes.saturating_sub(states) / block_bytes,
             None => (DEFAULT_CACHE_BYTES / block_bytes)
                 .max(one.min(LARGEST_DEFAULT_CACHE_BYTES / block_bytes))
                 .min(useful),
@@ -111,7 +134,13 @@ impl EngineConfig {
             blocks > 0,
             "kv_cache_memory_bytes",
             self.kv_cache_memory_bytes.unwrap_or(DEFAULT_CACHE_BYTES),
-            format!("at least {block_bytes}, the bytes of one block"),
+            match states {
+                0 => format!("at least {block_bytes}, the bytes of one block"),
+                _ => format!(
+                    "at least {}, the bytes of one block and of the states of a sequence",
+                    block_bytes.saturating_add(states)
+                ),
+            },
         )?;
         Ok(usize::try_from(blocks).unwrap_or(usize::MAX))
     }

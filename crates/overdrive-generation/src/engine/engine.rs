@@ -127,7 +127,16 @@ impl<M: EngineModel> Engine<M> {
             .max_model_len
             .unwrap_or(usize::MAX)
             .min(context.saturating_add(1));
-        let num_blocks = config.blocks(sizes.bytes_per_block(), most)?;
+        let sequences = config.sequences(&sizes);
+        if sequences < config.max_num_seqs {
+            info!(
+                "at most {sequences} sequences are computed at once, not max_num_seqs ({}): the states of one take up to {} \
+                 bytes of kv_cache_memory_bytes",
+                config.max_num_seqs,
+                sizes.bytes_of_states(1)
+            );
+        }
+        let num_blocks = config.blocks(&sizes, sequences, most)?;
         // If the cache cannot hold the context, it bounds the sequences unless the caller has set another
         // bound: `max_length` in a model's folder usually equals the context, and without this bound every
         // request would be refused.
@@ -140,7 +149,7 @@ impl<M: EngineModel> Engine<M> {
             ..sizes
         })?;
         let limits = Limits {
-            max_sequences: config.max_num_seqs,
+            max_sequences: sequences,
             tokens: config.step_tokens(shape.device == Device::Cpu),
             reserve: (config.watermark * num_blocks as f64).ceil() as usize,
         };
@@ -420,6 +429,7 @@ impl<M: EngineModel> Engine<M> {
             waiting: self.scheduler.waiting(),
             blocks_used: self.cache.used_blocks(),
             blocks: self.cache.num_blocks(),
+            cache_bytes: self.cache.bytes(),
             reused_tokens: counts.reused_tokens,
             preemptions: counts.preemptions,
             recomputed_tokens: counts.recomputed_tokens,

@@ -13,6 +13,8 @@ pub struct EngineStatistics {
     pub blocks_used: usize,
     /// The blocks of the cache.
     pub blocks: usize,
+    /// The bytes of all blocks of the cache, and of the states that are allocated in recurrent layers.
+    pub cache_bytes: u64,
     /// The time of [`Engine::warm_up`](crate::Engine::warm_up), which is in none of the other values.
     pub warm_up: Duration,
     /// The steps computed.

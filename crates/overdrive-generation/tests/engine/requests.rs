@@ -18,10 +18,11 @@ use overdrive_generation::{
     Error, Event, FinishReason, GenerateOptions, GenerationConfig, RaggedStep, Request, Result,
     Tokenizer, generate, generate_with_options,
 };
+use overdrive_kv_cache::PagedCacheConfig;
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 26] = [
+const CASES: [&str; 27] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -48,6 +49,7 @@ const CASES: [&str; 26] = [
     "gemma3n",
     "gemma4",
     "gemma4_dense",
+    "gemma4_moe",
 ];
 
 fn load(case: &str) -> CausalLm {
@@ -374,6 +376,63 @@ fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
         let error = Engine::new(&model, config(change)).unwrap_err().to_string();
         assert!(error.contains(key), "{error}");
     }
+}
+
+#[test]
+fn the_memory_of_the_cache_holds_states_and_bounds_the_sequences_that_have_them() {
+    let model = load("qwen3_next");
+    let sizes = PagedCacheConfig::of(&model.cache_shape());
+    // Three layers of 4 heads of 8 · 12 numbers, and of 3 inputs of 80 channels, in f32.
+    assert_eq!(sizes.state_bytes, 3 * 4 * (4 * 8 * 12 + 3 * 80));
+    // Two sequences have 8 states, and three would have 16.
+    let bytes = 2 * 8 * sizes.state_bytes + 4 * sizes.state_bytes;
+    let mut engine = Engine::new(
+        &model,
+        config(|c| {
+            c.num_blocks = None;
+            c.kv_cache_memory_bytes = Some(bytes);
+        }),
+    )
+    .unwrap();
+    for prompt in prompts(126).into_iter().take(6) {
+        engine.submit(Request::new(prompt, greedy(6))).unwrap();
+    }
+    let mut most = 0;
+    while !engine.is_idle() {
+        engine.step().unwrap();
+        let statistics = engine.statistics();
+        most = most.max(statistics.running);
+        assert!(
+            statistics.cache_bytes <= bytes,
+            "{}",
+            statistics.cache_bytes
+        );
+    }
+    let statistics = engine.statistics();
+    assert_eq!((most, statistics.finished), (2, 6));
+    let without = statistics.blocks as u64 * sizes_of_blocks(&sizes);
+    assert_eq!(statistics.cache_bytes, without + 8 * sizes.state_bytes);
+
+    let error = Engine::new(
+        &model,
+        config(|c| {
+            c.num_blocks = None;
+            c.kv_cache_memory_bytes = Some(4 * sizes.state_bytes);
+        }),
+    );
+    let least = 4 * sizes.state_bytes + sizes_of_blocks(&sizes);
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains(&format!("at least {least}, the bytes of one block and of")),
+        "{error}"
+    );
+}
+
+/// Returns the bytes of a block of 4 tokens.
+fn sizes_of_blocks(sizes: &PagedCacheConfig) -> u64 {
+    let mut sizes = sizes.clone();
+    sizes.block_size = 4;
+    sizes.bytes_per_block()
 }
 
 #[test]

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 25] = [
+const CASES: [&str; 26] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -32,6 +32,7 @@ const CASES: [&str; 25] = [
     "gemma3n",
     "gemma4",
     "gemma4_dense",
+    "gemma4_moe",
 ];
 
 fn with_cache(name: &str, config: GenerationConfig) -> GenerationConfig {

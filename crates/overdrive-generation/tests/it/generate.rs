@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 36] = [
+const CASES: [&str; 37] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -46,6 +46,7 @@ const CASES: [&str; 36] = [
     "gemma3n",
     "gemma4",
     "gemma4_dense",
+    "gemma4_moe",
 ];
 
 fn fixture(case: &str) -> PathBuf {

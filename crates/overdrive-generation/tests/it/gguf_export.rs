@@ -207,6 +207,25 @@ fn small(family: LlamaFamily) -> LlamaConfig {
     if family.is_gemma() {
         config.tie_word_embeddings = true;
     }
+    if let Some(sizes) = &mut config.per_layer {
+        sizes.hidden_size_per_layer_input = 32;
+        sizes.vocab_size_per_layer_input = config.vocab_size;
+        sizes.num_kv_shared_layers = 2;
+        sizes.use_double_wide_mlp = true;
+        sizes.global_head_dim = Some(32);
+        config.sliding_window = Some(128);
+        config.num_hidden_layers = 4;
+        let (slides, full) = (LayerType::Sliding, LayerType::Full);
+        config.layer_types = Some(vec![slides, full, slides, full]);
+    }
+    if let Some(sizes) = &mut config.delta_net {
+        config.partial_rotary_factor = 0.5;
+        sizes.linear_key_head_dim = 16;
+        sizes.linear_value_head_dim = 16;
+        sizes.linear_num_key_heads = 2;
+        sizes.linear_num_value_heads = 6;
+        config.num_hidden_layers = 4;
+    }
     if matches!(family, F::SmolLm3 | F::Olmo3) {
         config.num_hidden_layers = 4;
     }
@@ -246,6 +265,10 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("granite", F::Granite),
         ("glm4", F::Glm4),
         ("qwen2_moe", F::Qwen2Moe),
+        ("qwen3_next", F::Qwen3Next),
+        ("qwen3_5", F::Qwen35),
+        ("qwen3_5_moe", F::Qwen35Moe),
+        ("gemma4", F::Gemma4),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))
@@ -290,6 +313,19 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
             config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
         }),
     ));
+    all.push(("gemma4, with experts", {
+        let mut config = small(F::Gemma4);
+        if let Some(sizes) = &mut config.per_layer {
+            sizes.hidden_size_per_layer_input = 0;
+            sizes.num_kv_shared_layers = 0;
+            sizes.use_double_wide_mlp = false;
+            sizes.attention_k_eq_v = true;
+            sizes.num_global_key_value_heads = Some(1);
+        }
+        config.tie_word_embeddings = false;
+        config.experts = small(F::Qwen3Moe).experts;
+        config.into()
+    }));
     all.push(("granite, tied, with biases", {
         let mut config = small(F::Granite);
         config.tie_word_embeddings = true;

@@ -2,6 +2,7 @@
 
 mod choice;
 mod decode;
+mod delta_rule;
 mod embedded;
 mod launches;
 mod stand_in;

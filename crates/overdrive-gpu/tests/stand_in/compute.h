@@ -1,4 +1,5 @@
-// What the kernels compute, for f32 on the CPU, in plain loops: SiLU for gates, pairs of halves for rotations.
+// What the kernels compute, for f32 on the CPU, in plain loops: SiLU for gates, pairs of halves for rotations, queries
+// and keys of unit length for the delta rule.
 #include <math.h>
 
 #define FLOATS(i) (*(float**)p[i])
@@ -287,6 +288,67 @@ static void write_rows(unsigned tokens, unsigned heads, void** p) {
   }
 }
 
+// Returns the first token of a sequence in a plan, its end, and the slots of its state before and after.
+static void plan_of(const int32_t* plan, int sequences, int sequence, long* found) {
+  found[0] = plan[sequence], found[1] = plan[sequence + 1];
+  found[2] = plan[sequences + 1 + sequence], found[3] = plan[2 * sequences + 1 + sequence];
+}
+
+static void convolve(void** p) {
+  const float *x = FLOATS(0), *weight = FLOATS(1);
+  float *states = FLOATS(2), *y = FLOATS(4);
+  int sequences = INTEGER(5), channels = INTEGER(6);
+  for (int s = 0; s < sequences; ++s) {
+    long at[4];
+    plan_of(INTEGERS(3), sequences, s, at);
+    for (long c = 0; c < channels; ++c) {
+      float window[4] = {0, 0, 0, 0};
+      for (int tap = 0; tap < 3 && at[2] >= 0; ++tap) window[1 + tap] = states[(at[2] * channels + c) * 3 + tap];
+      for (long t = at[0]; t < at[1]; ++t) {
+        memmove(window, window + 1, sizeof(float) * 3);
+        window[3] = x[t * LONG(7) + c];
+        double sum = 0;
+        for (int tap = 0; tap < 4; ++tap) sum += (double)window[tap] * weight[c * 4 + tap];
+        y[t * channels + c] = (float)(sum / (1 + exp(-sum)));
+      }
+      memcpy(states + (at[3] * channels + c) * 3, window + 1, sizeof(float) * 3);
+    }
+  }
+}
+
+// Writes a row divided by its length, as the kernel does if it is told to.
+static void unit(const float* x, double* y, int dim, double scale) {
+  double squares = 1e-6;
+  for (int i = 0; i < dim; ++i) squares += (double)x[i] * x[i];
+  for (int i = 0; i < dim; ++i) y[i] = x[i] / sqrt(squares) * scale;
+}
+
+static void delta(void** p) {
+  const float *decay = FLOATS(3), *beta = FLOATS(4);
+  float *states = FLOATS(5), *y = FLOATS(7);
+  int sequences = INTEGER(8), heads = INTEGER(9), keys = INTEGER(11), values = INTEGER(12);
+  double q[256], k[256], state[256];
+  for (int s = 0; s < sequences; ++s) {
+    long at[4];
+    plan_of(INTEGERS(6), sequences, s, at);
+    // A column of the state of a head at a time.
+    for (long h = 0; h < heads; ++h) for (int c = 0; c < values; ++c) {
+      long key_head = h / INTEGER(10);
+      for (int r = 0; r < keys; ++r) state[r] = at[2] < 0 ? 0 : states[((at[2] * heads + h) * keys + r) * values + c];
+      for (long t = at[0]; t < at[1]; ++t) {
+        unit(FLOATS(0) + t * LONG(13) + key_head * LONG(14), q, keys, NUMBER(19));
+        unit(FLOATS(1) + t * LONG(15) + key_head * LONG(16), k, keys, 1);
+        double held = 0, out = 0, g = exp(decay[t * heads + h]);
+        for (int r = 0; r < keys; ++r) held += (state[r] *= g) * k[r];
+        double change = (FLOATS(2)[t * LONG(17) + h * LONG(18) + c] - held) * beta[t * heads + h];
+        for (int r = 0; r < keys; ++r) out += (state[r] += k[r] * change) * q[r];
+        y[(t * heads + h) * values + c] = (float)out;
+      }
+      for (int r = 0; r < keys; ++r) states[((at[3] * heads + h) * keys + r) * values + c] = (float)state[r];
+    }
+  }
+}
+
 static int compute(const char* name, int count, unsigned blocks, unsigned blocks_y, void** p) {
   if (strcmp(name, "rms_norm_forward") == 0) norm_forward(count == 11, p);
   else if (strcmp(name, "rms_norm_backward") == 0) norm_backward(count == 11, blocks, p);
@@ -299,6 +361,8 @@ static int compute(const char* name, int count, unsigned blocks, unsigned blocks
   else if (strcmp(name, "decode_attention") == 0) decode(count, blocks, blocks_y, p);
   else if (strcmp(name, "decode_combine") == 0) combine(count == 9, blocks, blocks_y, p);
   else if (strcmp(name, "paged_write") == 0) write_rows(blocks, blocks_y, p);
+  else if (strcmp(name, "causal_conv1d") == 0) convolve(p);
+  else if (strcmp(name, "delta_rule") == 0) delta(p);
   else return 98;
   return 0;
 }

@@ -4,6 +4,7 @@ use std::str::FromStr;
 use overdrive_core::{check_at_least, check_option};
 use tch::{Device, Kind};
 
+use crate::recurrent::StatePool;
 use crate::{CacheShape, Error, LayerHeads, Result};
 
 /// The form in which a [`PagedCache`](crate::PagedCache) stores keys and values (vLLM's `kv_cache_dtype`).
@@ -65,8 +66,11 @@ pub struct PagedCacheConfig {
     /// The layers of the model. Default 1.
     pub layers: usize,
     /// `true` for each layer that has a state of fixed size for a sequence in place of keys and values: an entry for each
-    /// layer, or none. States are allocated as sequences need them, two for each. Default empty.
+    /// layer, or none. States are allocated as sequences need them, three for each. Default empty.
     pub recurrent: Vec<bool>,
+    /// The number of bytes of the states of one sequence in all recurrent layers, for
+    /// [`bytes_of_states`](PagedCacheConfig::bytes_of_states). Default 0.
+    pub state_bytes: u64,
     /// The number of last tokens of a sequence that a truncation reaches in recurrent layers, over several steps. Default 0:
     /// those of the last step, if it had at most 64.
     pub slack: i64,
@@ -101,6 +105,7 @@ impl Default for PagedCacheConfig {
         PagedCacheConfig {
             layers: 1,
             recurrent: Vec::new(),
+            state_bytes: 0,
             slack: 0,
             kv_heads: 1,
             head_dim: 64,
@@ -128,6 +133,7 @@ impl PagedCacheConfig {
             } else {
                 Vec::new()
             },
+            state_bytes: shape.state_bytes,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
             layer_heads: shape.layer_heads.clone(),
@@ -156,6 +162,21 @@ impl PagedCacheConfig {
         };
         let attending = (0..self.layers).filter(|layer| !self.is_recurrent(*layer));
         attending.map(of_layer).fold(0, u64::saturating_add)
+    }
+
+    /// Returns the largest number of bytes that the states of so many sequences take, in all recurrent layers together:
+    /// three for each, for the step that is computed and for truncations, rounded up to a power of two.
+    pub fn bytes_of_states(&self, sequences: usize) -> u64 {
+        StatePool::slots_of(sequences as u64).saturating_mul(self.state_bytes)
+    }
+
+    /// Returns the largest number of sequences whose states take at most `bytes`; any number has none in a model without
+    /// recurrent layers.
+    pub fn sequences_in(&self, bytes: u64) -> usize {
+        match bytes.checked_div(self.state_bytes) {
+            None => usize::MAX,
+            Some(slots) => StatePool::sequences_of(slots),
+        }
     }
 
     /// Returns the number of layers with keys and values.

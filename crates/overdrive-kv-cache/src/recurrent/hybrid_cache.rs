@@ -32,7 +32,6 @@ pub struct HybridCache {
     rows: Vec<SequenceState>,
     /// The step that some recurrent layers have run.
     step: Option<StateStep>,
-    slack: i64,
 }
 
 /// A layer by its number among those of its kind.
@@ -69,7 +68,6 @@ impl HybridCache {
             attention,
             layers,
             pool: StatePool::new(counts[1], 0),
-            slack: 0,
             rows: Vec::new(),
             step: None,
         })
@@ -79,8 +77,7 @@ impl HybridCache {
     /// draft model needs them. Default 0.
     #[must_use]
     pub fn with_slack(mut self, slack: i64) -> HybridCache {
-        self.slack = slack.max(0);
-        self.pool = StatePool::new(self.recurrent_layers(), self.slack);
+        self.pool = StatePool::new(self.pool.layers(), slack.max(0));
         self
     }
 
@@ -112,12 +109,6 @@ impl HybridCache {
         if let Some(step) = self.step.take() {
             self.pool.cancel(step);
         }
-    }
-
-    /// Returns the number of recurrent layers.
-    fn recurrent_layers(&self) -> usize {
-        let recurrent = |layer: &&Layer| matches!(layer, Layer::Recurrent(_));
-        self.layers.iter().filter(recurrent).count()
     }
 
     fn check_rows(&mut self, batch: i64) -> Result<()> {
@@ -217,7 +208,7 @@ impl KvCache for HybridCache {
     }
 
     fn len(&self) -> i64 {
-        match (self.attention.layers(), self.recurrent_layers()) {
+        match (self.attention.layers(), self.pool.layers()) {
             (0, _) => self.state_len(),
             (_, 0) => self.attention.len(),
             _ => self.attention.len().min(self.state_len()),
@@ -242,7 +233,7 @@ impl KvCache for HybridCache {
 
     fn reset(&mut self) {
         self.cancel();
-        self.pool = StatePool::new(self.recurrent_layers(), self.slack);
+        self.pool = self.pool.emptied();
         self.rows.clear();
         self.attention.reset();
     }
@@ -272,7 +263,6 @@ impl KvCache for HybridCache {
             pool,
             rows,
             step: None,
-            slack: self.slack,
         }))
     }
 
@@ -296,7 +286,7 @@ impl KvCache for HybridCache {
 
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut all = self.attention.state()?;
-        for layer in 0..self.recurrent_layers() {
+        for layer in 0..self.pool.layers() {
             if let Some([inputs, recurrent]) = self.pool.states(layer, &self.rows)? {
                 all.push((format!("states.{layer}.inputs"), inputs));
                 all.push((format!("states.{layer}.recurrent"), recurrent));
@@ -319,7 +309,7 @@ impl KvCache for HybridCache {
             Ok(tensor.map(|tensor| tensor.f_detach_copy()).transpose()?)
         };
         let mut layers = Vec::new();
-        for layer in 0..self.recurrent_layers() {
+        for layer in 0..self.pool.layers() {
             match [take(layer, "inputs")?, take(layer, "recurrent")?] {
                 [Some(inputs), Some(recurrent)] => layers.push([inputs, recurrent]),
                 [None, None] if layers.is_empty() => {}
@@ -337,7 +327,7 @@ impl KvCache for HybridCache {
                 found: "not of a recurrent layer of this cache".to_owned(),
             });
         }
-        if !layers.is_empty() && layers.len() != self.recurrent_layers() {
+        if !layers.is_empty() && layers.len() != self.pool.layers() {
             return Err(Error::BadState {
                 name: "states".to_owned(),
                 found: "missing in some recurrent layers".to_owned(),
@@ -345,13 +335,7 @@ impl KvCache for HybridCache {
         }
         self.attention.load_state(&others)?;
         self.cancel();
-        (self.pool, self.rows) = match layers.is_empty() {
-            true => (
-                StatePool::new(self.recurrent_layers(), self.slack),
-                Vec::new(),
-            ),
-            false => StatePool::from_states(layers, self.attention.len(), self.slack)?,
-        };
+        (self.pool, self.rows) = self.pool.with_states(layers, self.attention.len());
         Ok(())
     }
 }
@@ -360,15 +344,9 @@ impl HybridCache {
     /// Returns a copy of the states.
     fn copied(&self) -> Result<(StatePool, Vec<SequenceState>)> {
         let mut layers = Vec::new();
-        for layer in 0..self.recurrent_layers() {
+        for layer in 0..self.pool.layers() {
             layers.extend(self.pool.states(layer, &self.rows)?);
         }
-        match layers.is_empty() {
-            true => Ok((
-                StatePool::new(self.recurrent_layers(), self.slack),
-                Vec::new(),
-            )),
-            false => StatePool::from_states(layers, self.state_len(), self.slack),
-        }
+        Ok(self.pool.with_states(layers, self.state_len()))
     }
 }

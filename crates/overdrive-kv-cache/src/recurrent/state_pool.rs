@@ -1,5 +1,5 @@
 use overdrive_linear_attention::{
-    CausalConv1dOptions, DeltaRuleInputs, causal_conv1d_update, gated_delta_rule_update,
+    CausalConv1dOptions, DeltaRuleInputs, StateSlot, causal_conv1d_update, gated_delta_rule_update,
 };
 use tch::{Kind, Tensor};
 
@@ -55,17 +55,11 @@ struct Earlier {
 /// A step of some sequences that takes effect when it is committed.
 #[derive(Debug)]
 pub(crate) struct StateStep {
-    sequences: Vec<Advance>,
+    sequences: Vec<StateSlot>,
     /// The first token of each sequence among those of all, and their number.
     offsets: Vec<i64>,
     /// The inputs of each recurrent layer that has run.
     inputs: Vec<Option<DeltaRuleStep>>,
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Advance {
-    from: Option<i64>,
-    to: i64,
 }
 
 impl StateStep {
@@ -108,6 +102,27 @@ impl StatePool {
         }
     }
 
+    /// Returns an empty pool with the options of this one.
+    pub(crate) fn emptied(&self) -> StatePool {
+        StatePool::new(self.layers.len(), self.slack)
+    }
+
+    /// Returns the number of slots that a pool has for so many sequences in one step.
+    pub(crate) fn slots_of(sequences: u64) -> u64 {
+        // The states before and after the step, and the earlier one; slots are doubled from two on.
+        sequences
+            .saturating_mul(3)
+            .checked_next_power_of_two()
+            .unwrap_or(u64::MAX)
+            .max(2)
+    }
+
+    /// Returns the largest number of sequences for which a pool has at most so many slots.
+    pub(crate) fn sequences_of(slots: u64) -> usize {
+        let allocated = slots.checked_ilog2().map_or(0, |exponent| 1u64 << exponent);
+        usize::try_from(allocated / 3).unwrap_or(usize::MAX)
+    }
+
     /// Returns the number of recurrent layers.
     pub(crate) fn layers(&self) -> usize {
         self.layers.len()
@@ -125,7 +140,7 @@ impl StatePool {
         };
         for (state, tokens) in sequences {
             match self.take() {
-                Ok(to) => step.sequences.push(Advance {
+                Ok(to) => step.sequences.push(StateSlot {
                     from: state.slot,
                     to,
                 }),
@@ -159,7 +174,7 @@ impl StatePool {
     fn run(
         &mut self,
         layer: usize,
-        sequences: &[Advance],
+        sequences: &[StateSlot],
         offsets: &[i64],
         inputs: &DeltaRuleStep,
     ) -> Result<Tensor> {
@@ -170,8 +185,6 @@ impl StatePool {
             Some(empty) => empty.insert(LayerStates::new(slots, inputs)?),
             None => return Err(Error::NoSuchLayer { layer, layers }),
         };
-        states.copy_rows(sequences)?;
-        let slots: Vec<i64> = sequences.iter().map(|advance| advance.to).collect();
         let convolution = CausalConv1dOptions {
             backend: inputs.options.backend,
             ..CausalConv1dOptions::default()
@@ -181,7 +194,7 @@ impl StatePool {
             &inputs.convolution,
             None,
             &mut states.inputs,
-            &slots,
+            sequences,
             offsets,
             &convolution,
         )?;
@@ -196,7 +209,7 @@ impl StatePool {
         Ok(gated_delta_rule_update(
             tensors,
             &mut states.recurrent,
-            &slots,
+            sequences,
             offsets,
             &inputs.options,
         )?)
@@ -267,7 +280,7 @@ impl StatePool {
             Some(slot) => slot,
             None => self.take()?,
         };
-        let advance = Advance {
+        let advance = StateSlot {
             from: earlier.slot,
             to,
         };
@@ -315,7 +328,7 @@ impl StatePool {
         let Some(to) = state.slot.filter(|_| !earlier.steps.is_empty()) else {
             return Err(dropped(state));
         };
-        let advance = Advance {
+        let advance = StateSlot {
             from: earlier.slot,
             to,
         };
@@ -384,12 +397,16 @@ impl StatePool {
         ]))
     }
 
-    /// Returns a pool and its sequences of `len` tokens with these states of each recurrent layer.
-    pub(crate) fn from_states(
+    /// Returns a pool with the options of this one and its sequences of `len` tokens with these states of each recurrent
+    /// layer; an empty one without any.
+    pub(crate) fn with_states(
+        &self,
         layers: Vec<[Tensor; 2]>,
         len: i64,
-        slack: i64,
-    ) -> Result<(StatePool, Vec<SequenceState>)> {
+    ) -> (StatePool, Vec<SequenceState>) {
+        if layers.is_empty() {
+            return (self.emptied(), Vec::new());
+        }
         let rows = layers.first().map_or(0, |[inputs, _]| inputs.size()[0]);
         let layers = layers
             .into_iter()
@@ -403,9 +420,9 @@ impl StatePool {
             layers: layers.collect(),
             free: Vec::new(),
             slots: rows,
-            slack,
+            slack: self.slack,
         };
-        Ok((pool, (0..rows).map(sequence).collect()))
+        (pool, (0..rows).map(sequence).collect())
     }
 
     fn take(&mut self) -> Result<i64> {
@@ -436,21 +453,6 @@ impl LayerStates {
             inputs: Tensor::f_zeros([slots, heads.width(), past], (mixed.f_kind()?, device))?,
             recurrent: Tensor::f_zeros(sizes, (Kind::Float, device))?,
         })
-    }
-
-    /// Copies the state of each sequence to the slot of its next state.
-    fn copy_rows(&mut self, sequences: &[Advance]) -> Result<()> {
-        for pool in [&self.inputs, &self.recurrent] {
-            for advance in sequences {
-                let mut to = pool.f_narrow(0, advance.to, 1)?;
-                match advance.from {
-                    Some(from) if from == advance.to => {}
-                    Some(from) => to.f_copy_(&pool.f_narrow(0, from, 1)?)?,
-                    None => drop(to.f_zero_()?),
-                }
-            }
-        }
-        Ok(())
     }
 
     fn resized(&self, slots: i64) -> Result<LayerStates> {
@@ -484,4 +486,19 @@ fn joined(steps: &[DeltaRuleStep]) -> Result<DeltaRuleStep> {
         heads: first.heads,
         options: first.options,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pool_for_some_sequences_has_room_for_no_fewer() {
+        for slots in 0..200 {
+            let sequences = StatePool::sequences_of(slots);
+            assert!(sequences == 0 || StatePool::slots_of(sequences as u64) <= slots);
+            assert!(StatePool::slots_of(sequences as u64 + 1) > slots);
+        }
+        assert_eq!(StatePool::slots_of(u64::MAX), u64::MAX);
+    }
 }

@@ -173,9 +173,9 @@ impl<T: Element> Kernel for Forward<'_, '_, T> {
         let bias = conv.bias.map(|bias| &bias[channels.clone()]);
         inputs.clear();
         inputs.resize((before + TOKENS) * count, 0.0);
-        if let Some(slot) = sequence.slot {
-            // SAFETY: slots differ, so a block of channels of a state belongs to one job.
-            let state = unsafe { self.states.range_mut(conv.state_at(slot, &channels)) };
+        if let Some(from) = sequence.from {
+            // SAFETY: a block of channels of a state that is written belongs to one job, and no other job reads it.
+            let state = unsafe { self.states.range(conv.state_at(from, &channels)) };
             read_state(state, before, &mut inputs[..before * count]);
         }
         for start in (0..sequence.tokens).step_by(TOKENS) {
@@ -205,7 +205,7 @@ impl<T: Element> Kernel for Forward<'_, '_, T> {
             inputs.copy_within(rows..rows + before * count, 0);
         }
         if let Some(slot) = sequence.slot {
-            // SAFETY: slots differ, so a block of channels of a state belongs to one job.
+            // SAFETY: a block of channels of a state that is written belongs to one job, and no other job reads it.
             let state = unsafe { self.states.range_mut(conv.state_at(slot, &channels)) };
             write_state(&inputs[..before * count], before, state);
         }
@@ -383,9 +383,9 @@ impl<T: Element> Backward<'_, '_, T> {
         let (count, before) = (channels.len(), conv.width - 1);
         let inputs = &mut self.workspace.inputs;
         if tokens.start < before {
-            match sequence.slot {
-                Some(slot) => {
-                    let state = &self.first_states[conv.state_at(slot, &channels)];
+            match sequence.from {
+                Some(from) => {
+                    let state = &self.first_states[conv.state_at(from, &channels)];
                     read_state(state, before, &mut inputs[..before * count]);
                 }
                 None => inputs[..before * count].fill(0.0),

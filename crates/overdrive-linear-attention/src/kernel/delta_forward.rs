@@ -230,8 +230,10 @@ impl<T: Element> Job<'_, '_, T> {
         } = self;
         let columns = N * LANES;
         let size = problem.key_dim * columns;
-        if let (Some(slot), None, 1) = (sequence.slot, self.saved, sequence.tokens) {
-            return self.one_token(s, slot, columns);
+        if let (Some(from), Some(to), None, 1) =
+            (sequence.from, sequence.slot, self.saved, sequence.tokens)
+        {
+            return self.one_token(s, [from, to], columns);
         }
         let Workspace {
             slabs,
@@ -240,11 +242,10 @@ impl<T: Element> Job<'_, '_, T> {
             ..
         } = self.workspace;
         slabs.resize(self.units.len() * size, 0.0);
-        let state = (sequence.slot, key_head);
         load_slabs(
             problem,
             self.states,
-            state,
+            (sequence.from, key_head),
             self.units.clone(),
             columns,
             slabs,
@@ -274,14 +275,15 @@ impl<T: Element> Job<'_, '_, T> {
                 }
             }
         }
+        let state = (sequence.slot, key_head);
         store_slabs(problem, self.states, state, self.units, columns, slabs);
     }
 }
 
 impl<T: Element> Job<'_, '_, T> {
-    /// Advances the states in the pool.
+    /// Advances the states in the pool, from one slot to another or in place.
     #[inline(always)]
-    fn one_token<S: Simd>(self, s: S, slot: usize, columns: usize) {
+    fn one_token<S: Simd>(self, s: S, slots: [usize; 2], columns: usize) {
         let Job {
             problem, sequence, ..
         } = self;
@@ -299,10 +301,13 @@ impl<T: Element> Job<'_, '_, T> {
             from = to;
             let (head, of_head) = (first.head, first.column..last.column + last.count);
             let stride = problem.value_dim;
-            let at = (slot * problem.heads + head) * problem.key_dim * stride;
+            let at = |slot: usize| {
+                (slot * problem.heads + head) * problem.key_dim * stride + of_head.start
+            };
             let state = StateColumns {
                 states: self.states,
-                first: at + of_head.start..at + of_head.end,
+                first: slots.map(at),
+                width: of_head.len(),
                 stride,
             };
             let token = Token {
@@ -338,8 +343,8 @@ pub(super) fn load_slabs<T: Element>(
         return slabs.fill(0.0);
     };
     each_row(problem, slot, key_head, units, columns, |at, in_slabs| {
-        // SAFETY: slots differ, so each column of a state belongs to one job.
-        let from = unsafe { states.range_mut(at) };
+        // SAFETY: each column of a state that is written belongs to one job, and no other job reads it.
+        let from = unsafe { states.range(at) };
         let to = &mut slabs[in_slabs..][..columns];
         match (from.first_chunk::<LANES>(), columns) {
             // Without a call of `memcpy` for a line of the cache.
@@ -364,7 +369,7 @@ pub(super) fn store_slabs<T: Element>(
 ) {
     let Some(slot) = slot else { return };
     each_row(problem, slot, key_head, units, columns, |at, in_slabs| {
-        // SAFETY: slots differ, so each column of a state belongs to one job.
+        // SAFETY: each column of a state that is written belongs to one job, and no other job reads it.
         let to = unsafe { states.range_mut(at) };
         match to.first_chunk_mut::<LANES>() {
             Some(line) if columns == LANES => {

@@ -61,23 +61,42 @@ fn add_products<S: Simd, const R: usize>(
     );
 }
 
-/// Some columns of the state of a head in the pool.
+/// Some columns of the states of a head in the pool, before and after a token: of two slots or of one.
 pub(super) struct StateColumns<'a> {
     pub(super) states: &'a SharedSlice<'a, f32>,
-    /// The range of the first row.
-    pub(super) first: Range<usize>,
+    /// The index of the first element before and after the token.
+    pub(super) first: [usize; 2],
+    /// The number of columns.
+    pub(super) width: usize,
     /// The distance of the rows.
     pub(super) stride: usize,
 }
 
+#[allow(unsafe_code, reason = "threads that write disjoint parts of tensors")]
 impl StateColumns<'_> {
-    #[allow(unsafe_code, reason = "threads that write disjoint parts of tensors")]
+    fn range(&self, first: usize, row: usize) -> Range<usize> {
+        let at = first + row * self.stride;
+        at..at + self.width
+    }
+
+    /// Returns a row before the token.
+    #[inline(always)]
+    fn row(&self, row: usize) -> &[f32] {
+        // SAFETY: no other job writes it, and this one has no row for writing at the same time.
+        unsafe { self.states.range(self.range(self.first[0], row)) }
+    }
+
+    /// Returns a row for the state after the token, which has the elements of before.
     #[allow(clippy::mut_from_ref, reason = "one job has these columns")]
     #[inline(always)]
-    fn row(&self, row: usize) -> &mut [f32] {
-        let at = self.first.start + row * self.stride;
-        // SAFETY: slots differ, so each column of a state belongs to one job, which uses a row at a time for writing.
-        unsafe { self.states.range_mut(at..at + self.first.len()) }
+    fn row_to_update(&self, row: usize) -> &mut [f32] {
+        let [before, after] = self.first;
+        // SAFETY: each column of a state that is written belongs to one job, which uses a row at a time for writing.
+        let to = unsafe { self.states.range_mut(self.range(after, row)) };
+        if before != after {
+            to.copy_from_slice(self.row(row));
+        }
+        to
     }
 }
 
@@ -120,7 +139,7 @@ pub(super) fn advance<S: Simd, T: Element>(
     }
     for row in grouped..dim {
         let (key, query) = (&token.key[row..=row], &token.query[row..=row]);
-        add_products(s, [&*state.row(row)], key, query, at_key, at_query);
+        add_products(s, [state.row(row)], key, query, at_key, at_query);
     }
     let (decay, beta) = (s.splat(token.decay), s.splat(token.beta));
     let product = s.splat(token.product);
@@ -138,15 +157,19 @@ pub(super) fn advance<S: Simd, T: Element>(
             store(s, delta, at_key, span);
         },
     );
-    let next_head = dim * state.stride * size_of::<f32>();
+    // The same place of the next head before the token, seen from a row after it.
+    let next_head = dim * state.stride + state.first[0];
+    let next_head = next_head
+        .wrapping_sub(state.first[1])
+        .wrapping_mul(size_of::<f32>());
     let whole = width - width % LANES;
     let (deltas, rest_deltas) = at_key.split_at(whole);
     for (row, &key) in token.key.iter().enumerate() {
         let key = s.splat(key);
-        let (lanes, rest) = state.row(row).split_at_mut(whole);
+        let (lanes, rest) = state.row_to_update(row).split_at_mut(whole);
         let (lanes, _) = lanes.as_chunks_mut::<LANES>();
         for (x, delta) in lanes.iter_mut().zip(deltas.as_chunks::<LANES>().0) {
-            // The same place of the next head, whose state is read next; this pass waits for no memory.
+            // Of the next head, whose state is read next; this pass waits for no memory.
             s.prefetch_near(x.as_ptr().cast::<u8>().wrapping_add(next_head));
             let decayed = s.mul(decay, s.load_f32(x));
             s.store_f32(s.mul_add(key, s.load_f32(delta), decayed), x);

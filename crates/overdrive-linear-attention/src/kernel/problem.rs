@@ -46,7 +46,9 @@ pub(crate) struct Sequence {
     /// The first row of contiguous outputs.
     pub(crate) output: usize,
     pub(crate) tokens: usize,
-    /// The row of the pool of states; a sequence without one starts from zeros, and its last state is not stored.
+    /// The row of the pool that has its first state; a sequence without one starts from zeros.
+    pub(crate) from: Option<usize>,
+    /// The row of the pool that gets its last state; that of a sequence without one is not stored.
     pub(crate) slot: Option<usize>,
     /// The number of chunks of the sequences before it.
     pub(crate) first_chunk: usize,

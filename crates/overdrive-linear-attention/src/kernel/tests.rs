@@ -58,7 +58,8 @@ impl Case {
     }
 
     fn sequences(&self) -> Vec<Sequence> {
-        let slots: Vec<i64> = (0..self.lengths.len() as i64).collect();
+        let rows = 0..self.lengths.len() as i64;
+        let slots: Vec<_> = rows.map(crate::StateSlot::from).collect();
         packed_sequences(&self.offsets, &self.lengths, Some(&slots))
     }
 

@@ -1,8 +1,8 @@
 //! What the kernels promise exactly: results do not depend on how tokens are divided among calls, nor on other sequences.
 
 use overdrive_linear_attention::{
-    CausalConv1dOptions, DeltaRuleOptions, causal_conv1d, causal_conv1d_update, gated_delta_rule,
-    gated_delta_rule_update,
+    Backend, CausalConv1dOptions, DeltaRuleOptions, StateSlot, causal_conv1d, causal_conv1d_update,
+    gated_delta_rule, gated_delta_rule_update,
 };
 use proptest::prelude::*;
 use tch::{Kind, Tensor};
@@ -110,6 +110,59 @@ proptest! {
             prop_assert!(same_bits(&rows(&output), &alone));
         }
         prop_assert!(same_bits(&together, &one_by_one));
+    }
+
+    #[test]
+    fn a_state_goes_from_one_row_to_another_with_the_bits_of_a_copy_that_advances_in_place(
+        shape in shapes(),
+        kind in kinds(),
+        // Of each sequence: its tokens, and whether it begins with zeros, stays in its row, or moves.
+        sequences in prop::collection::vec((prop_oneof![Just(1_i64), 0..70_i64], 0..3_i64), 1..5),
+        kernel: bool,
+        seed in 0..1000_u64,
+    ) {
+        let lengths: Vec<i64> = sequences.iter().map(|(tokens, _)| *tokens).collect();
+        let (offsets, count) = (offsets(&lengths), lengths.len() as i64);
+        let all = Owned::random(seed, &[offsets[lengths.len()]], shape, kind);
+        let slot = |(row, &(_, how)): (i64, &(i64, i64))| StateSlot {
+            from: (how > 0).then_some(row),
+            to: if how == 1 { row } else { count + row },
+        };
+        let slots: Vec<StateSlot> = (0..).zip(&sequences).map(slot).collect();
+        let backend = if kernel { Backend::Fused } else { Backend::Math };
+        let copied = |pool: &Tensor| {
+            let copy = pool.copy();
+            for slot in &slots {
+                let state = match slot.from {
+                    Some(from) => pool.narrow(0, from, 1),
+                    None => pool.narrow(0, 0, 1) * 0.0,
+                };
+                copy.narrow(0, slot.to, 1).copy_(&state);
+            }
+            copy
+        };
+        let in_place: Vec<i64> = slots.iter().map(|slot| slot.to).collect();
+
+        let pool = random(seed + 9, &state_size(2 * count, shape), Kind::Float) * 0.1;
+        let (mut moved, mut advanced) = (pool.copy(), copied(&pool));
+        let options = DeltaRuleOptions { backend, ..options(true) };
+        let output = gated_delta_rule_update(all.inputs(), &mut moved, &slots, &offsets, &options);
+        let wanted =
+            gated_delta_rule_update(all.inputs(), &mut advanced, &in_place, &offsets, &options);
+        prop_assert!(same_bits(&output.unwrap(), &wanted.unwrap()));
+        prop_assert!(same_bits(&moved, &advanced));
+
+        let x = all.value.flatten(1, 2);
+        let channels = x.size()[1];
+        let weight = random(seed + 1, &[channels, 4], kind);
+        let pool = random(seed + 2, &[2 * count, channels, 3], kind);
+        let (mut moved, mut advanced) = (pool.copy(), copied(&pool));
+        let options = CausalConv1dOptions { backend, ..CausalConv1dOptions::default() };
+        let y = causal_conv1d_update(&x, &weight, None, &mut moved, &slots, &offsets, &options);
+        let wanted =
+            causal_conv1d_update(&x, &weight, None, &mut advanced, &in_place, &offsets, &options);
+        prop_assert!(same_bits(&y.unwrap(), &wanted.unwrap()));
+        prop_assert!(same_bits(&moved, &advanced));
     }
 
     #[test]

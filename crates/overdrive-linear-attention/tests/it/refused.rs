@@ -1,7 +1,7 @@
 //! Mistakes are errors that name the tensor.
 
 use overdrive_linear_attention::{
-    Backend, CausalConv1dOptions, DeltaRuleInputs, DeltaRuleOptions, causal_conv1d,
+    Backend, CausalConv1dOptions, DeltaRuleInputs, DeltaRuleOptions, StateSlot, causal_conv1d,
     causal_conv1d_update, gated_delta_rule, gated_delta_rule_update, gated_delta_rule_varlen,
 };
 use tch::{Kind, Tensor};
@@ -176,6 +176,19 @@ fn offsets_and_slots_that_do_not_fit_are_errors_and_leave_the_states() {
             gated_delta_rule_update(owned.inputs(), &mut states, slots, &[0, 2, 5], &options);
         assert_eq!(message(update), expected);
     }
+    let crossed = [
+        StateSlot::from(0),
+        StateSlot {
+            from: Some(0),
+            to: 1,
+        },
+    ];
+    let update =
+        gated_delta_rule_update(owned.inputs(), &mut states, &crossed, &[0, 2, 5], &options);
+    assert_eq!(
+        message(update),
+        "`slots`: row 0 is read for one sequence and written for another; write another row"
+    );
     assert!(states.equal(&before));
 }
 

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use overdrive_core::Error as CoreError;
 use overdrive_quantization::{
-    Error, GgufArray, GgufFile, GgufTensorInfo, GgufType, GgufValue, GgufWriter, Scheme,
+    Error, GgufArray, GgufFile, GgufTensorInfo, GgufType, GgufValue, GgufWriter, QuantizedWeight,
+    Scheme,
 };
 use overdrive_safetensors::MappedFile;
 use proptest::prelude::*;
@@ -73,6 +74,62 @@ fn blocks_of_floats_equal_those_of_the_gguf_package() {
         assert!(same(&weight.dequantize(Kind::Float).unwrap(), &expected));
     }
     assert_eq!(file.tensors().count(), 2);
+}
+
+/// Returns the matrices of groups of the fixture with their elements.
+fn matrices(file: &GgufFile) -> Vec<(QuantizedWeight, Tensor)> {
+    let weights = file.tensors().filter_map(|tensor| {
+        let weight = tensor.to_quantized(None, Device::Cpu).unwrap()?;
+        Some((weight, expected(tensor.name())))
+    });
+    weights.collect()
+}
+
+#[test]
+fn rows_of_matrices_of_any_two_types_are_joined_without_changing_a_number() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    let all = matrices(&file);
+    let mut joined = 0;
+    for (first, numbers) in &all {
+        for (second, others) in &all {
+            if first.size()[1] != second.size()[1] {
+                continue;
+            }
+            let parts = [first.shallow_clone(), second.shallow_clone()];
+            let whole = Tensor::cat(&[numbers, others], 0);
+            let count = whole.size()[0];
+            let weight = QuantizedWeight::from_rows(&parts, None).unwrap();
+            assert!(same(&weight.dequantize(Kind::Float).unwrap(), &whole));
+            let rows: Vec<i64> = (0..count).rev().collect();
+            let weight = QuantizedWeight::from_rows(&parts, Some(&rows)).unwrap();
+            let rows = whole.flip([0]);
+            assert!(same(&weight.dequantize(Kind::Float).unwrap(), &rows));
+            joined += 1;
+        }
+    }
+    assert!(joined > all.len(), "{joined}");
+    assert!(QuantizedWeight::from_rows(&[], None).is_err());
+    let (weight, _) = &all[0];
+    let one = [weight.shallow_clone()];
+    let refused = QuantizedWeight::from_rows(&one, Some(&[weight.size()[0]])).unwrap_err();
+    assert!(refused.to_string().contains("rows"), "{refused}");
+}
+
+#[test]
+fn inputs_of_a_matrix_are_reordered_by_groups_and_one_by_one() {
+    let file = GgufFile::open(fixture("types.gguf")).unwrap();
+    for (weight, numbers) in matrices(&file) {
+        let width = weight.size()[1];
+        let halves: Vec<i64> = (width / 2..width).chain(0..width / 2).collect();
+        let reversed: Vec<i64> = (0..width).rev().collect();
+        for inputs in [halves, reversed] {
+            let moved = weight.with_inputs(&inputs).unwrap();
+            let columns = numbers.index_select(1, &Tensor::from_slice(&inputs));
+            assert!(same(&moved.dequantize(Kind::Float).unwrap(), &columns));
+        }
+        let refused = weight.with_inputs(&vec![0; width as usize]).unwrap_err();
+        assert!(refused.to_string().contains("once"), "{refused}");
+    }
 }
 
 #[test]

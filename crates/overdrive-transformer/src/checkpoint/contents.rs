@@ -117,23 +117,22 @@ impl CheckpointConfig for ModelConfig {
             // The layers that predict several tokens at once; transformers does not read them either.
             views.retain(|name, _| !name.starts_with("mtp."));
         }
-        match self {
-            ModelConfig::Llama(config) if config.family == LlamaFamily::Qwen35Moe => {
-                packed_experts::split(multimodal::text(views, config.family), config)
-            }
-            ModelConfig::Llama(config) if config.family.may_be_multimodal() => {
-                multimodal::text(views, config.family)
-            }
-            ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {
-                packed_experts::split(views, config)
-            }
-            _ => views,
+        let ModelConfig::Llama(config) = self else {
+            return views;
+        };
+        let family = config.family;
+        if family.may_be_multimodal() {
+            views = multimodal::text(views, family);
+        }
+        match family == LlamaFamily::Qwen35Moe || family.has_packed_experts() {
+            true => packed_experts::split(views, config),
+            false => views,
         }
     }
 
     fn stacked(&self, tensors: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         match self {
-            ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {
+            ModelConfig::Llama(config) if config.family.has_packed_experts() => {
                 packed_experts::stacked(tensors, config)
             }
             _ => Ok(tensors),

@@ -1,4 +1,4 @@
-//! The experts of gpt-oss and of some files of Qwen3.5: a file has one tensor for all experts of a layer, this crate one
+//! The experts of gpt-oss, Gemma 4 and some files of Qwen3.5: a file has one tensor for all experts of a layer, this crate one
 //! for each.
 
 use std::collections::HashMap;
@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::quantized::Views;
 use crate::config::LlamaConfig;
-use crate::{Error, LlamaFamily, Result};
+use crate::{Error, Result};
 
 /// The separator of the module that holds the experts and the rest of a name.
 const EXPERTS: &str = ".experts.";
@@ -55,7 +55,7 @@ fn halves<'a>(view: &StoredTensor<'a>, config: &LlamaConfig) -> Option<StoredTen
     let &[experts, rows, channels] = view.shape() else {
         return None;
     };
-    if config.family == LlamaFamily::GptOss || rows % 2 != 0 {
+    if config.family.has_packed_experts() || rows % 2 != 0 {
         return None;
     }
     let shape = [2 * experts, rows / 2, channels];

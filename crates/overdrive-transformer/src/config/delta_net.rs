@@ -1,4 +1,5 @@
 use serde_json::{Map, Value, json};
+use tch::Kind;
 
 use super::family::{LayerType, LlamaFamily};
 use super::fields::{Fields, bad};
@@ -88,6 +89,19 @@ impl DeltaNetConfig {
             return Err(bad("linear_num_value_heads", &values.into(), &expected));
         }
         Ok(())
+    }
+
+    /// Returns the number of bytes of the state of one sequence: the last inputs of the convolution, in `kind`, and the
+    /// matrices of the heads in f32.
+    pub(crate) fn state_bytes(&self, kind: Kind) -> u64 {
+        let inputs = self.mixed_width() * (self.linear_conv_kernel_dim - 1);
+        let matrices = self.value_width() * self.linear_key_head_dim;
+        let bytes = |count: i64, kind: Kind| {
+            count
+                .unsigned_abs()
+                .saturating_mul(kind.elt_size_in_bytes() as u64)
+        };
+        bytes(inputs, kind).saturating_add(bytes(matrices, Kind::Float))
     }
 
     /// Returns the width of all queries, or of all keys.

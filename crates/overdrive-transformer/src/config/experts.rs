@@ -11,7 +11,8 @@ const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
 /// `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig`, `GptOssConfig`, `DeepseekV2Config` and `DeepseekV3Config`;
-/// [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
+/// [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each. A Gemma 4 with experts has `num_experts`,
+/// `num_experts_per_tok` (its key is `top_k_experts`) and `moe_intermediate_size`, which have no defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
     /// The number of experts of a layer (`num_local_experts` of Mixtral and gpt-oss, `num_experts` of Qwen's mixtures,
@@ -62,28 +63,10 @@ pub struct ExpertsConfig {
 }
 
 impl ExpertsConfig {
-    /// Returns the defaults of transformers, or `None` for a family without experts.
+    /// Returns the defaults of transformers, or `None` for a family without experts, or with experts in some models only
+    /// (Gemma 4).
     pub(super) fn of(family: LlamaFamily) -> Option<ExpertsConfig> {
-        let mixtral = ExpertsConfig {
-            num_experts: 8,
-            num_experts_per_tok: 2,
-            moe_intermediate_size: 768,
-            shared_expert_intermediate_size: None,
-            norm_topk_prob: true,
-            decoder_sparse_step: 1,
-            mlp_only_layers: Vec::new(),
-            output_router_logits: false,
-            router_aux_loss_coef: 0.001,
-            router_jitter_noise: 0.0,
-            swiglu_alpha: 1.702,
-            swiglu_limit: 7.0,
-            n_shared_experts: 0,
-            routed_scaling_factor: 1.0,
-            n_group: None,
-            topk_group: None,
-            group_limited: false,
-            first_k_dense_replace: 0,
-        };
+        let mixtral = ExpertsConfig::mixtral();
         match family {
             LlamaFamily::Mixtral => Some(mixtral),
             LlamaFamily::GptOss => Some(ExpertsConfig {
@@ -137,6 +120,59 @@ impl ExpertsConfig {
             }),
             _ => None,
         }
+    }
+
+    fn mixtral() -> ExpertsConfig {
+        ExpertsConfig {
+            num_experts: 8,
+            num_experts_per_tok: 2,
+            moe_intermediate_size: 768,
+            shared_expert_intermediate_size: None,
+            norm_topk_prob: true,
+            decoder_sparse_step: 1,
+            mlp_only_layers: Vec::new(),
+            output_router_logits: false,
+            router_aux_loss_coef: 0.001,
+            router_jitter_noise: 0.0,
+            swiglu_alpha: 1.702,
+            swiglu_limit: 7.0,
+            n_shared_experts: 0,
+            routed_scaling_factor: 1.0,
+            n_group: None,
+            topk_group: None,
+            group_limited: false,
+            first_k_dense_replace: 0,
+        }
+    }
+
+    /// Returns those of Gemma 4 26B-A4B.
+    pub(crate) fn gemma4() -> ExpertsConfig {
+        ExpertsConfig {
+            num_experts: 128,
+            num_experts_per_tok: 8,
+            moe_intermediate_size: 704,
+            ..ExpertsConfig::mixtral()
+        }
+    }
+
+    /// Returns the experts of a Gemma 4 with `enable_moe_block`. None of their sizes has a default.
+    pub(super) fn read_gemma4(fields: &mut Fields) -> Result<Option<ExpertsConfig>> {
+        let mut is_enabled = false;
+        fields.boolean("enable_moe_block", &mut is_enabled)?;
+        if !is_enabled {
+            return Ok(None);
+        }
+        let mut experts = ExpertsConfig::gemma4();
+        for (key, slot) in [
+            ("num_experts", &mut experts.num_experts),
+            ("top_k_experts", &mut experts.num_experts_per_tok),
+            ("moe_intermediate_size", &mut experts.moe_intermediate_size),
+        ] {
+            let expected = "a positive integer for a model with `enable_moe_block`";
+            let size = fields.optional_positive(key)?;
+            *slot = size.ok_or_else(|| bad(key, &Value::Null, expected))?;
+        }
+        Ok(Some(experts))
     }
 
     pub(super) fn read(&mut self, family: LlamaFamily, fields: &mut Fields) -> Result<()> {
@@ -248,6 +284,17 @@ impl ExpertsConfig {
     }
 
     pub(super) fn write(&self, family: LlamaFamily, map: &mut Map<String, Value>) {
+        if family == LlamaFamily::Gemma4 {
+            map.insert("enable_moe_block".to_owned(), true.into());
+            for (key, size) in [
+                (Self::count_key(family), self.num_experts),
+                (Self::per_token_key(family), self.num_experts_per_tok),
+                ("moe_intermediate_size", self.moe_intermediate_size),
+            ] {
+                map.insert(key.to_owned(), size.into());
+            }
+            return;
+        }
         let common = json!({
             Self::count_key(family): self.num_experts,
             "num_experts_per_tok": self.num_experts_per_tok,
@@ -302,6 +349,14 @@ impl ExpertsConfig {
             LlamaFamily::Mixtral | LlamaFamily::GptOss => "num_local_experts",
             LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => "n_routed_experts",
             _ => "num_experts",
+        }
+    }
+
+    /// Returns the key of the number of experts of a token.
+    fn per_token_key(family: LlamaFamily) -> &'static str {
+        match family {
+            LlamaFamily::Gemma4 => "top_k_experts",
+            _ => "num_experts_per_tok",
         }
     }
 
@@ -360,7 +415,7 @@ impl ExpertsConfig {
         let key = Self::count_key(family);
         for (key, value) in [
             (key, self.num_experts),
-            ("num_experts_per_tok", self.num_experts_per_tok),
+            (Self::per_token_key(family), self.num_experts_per_tok),
             ("moe_intermediate_size", self.moe_intermediate_size),
             ("decoder_sparse_step", self.decoder_sparse_step),
             (
@@ -399,7 +454,7 @@ impl ExpertsConfig {
         if self.num_experts_per_tok > self.num_experts {
             let expected = format!("at most {key} ({})", self.num_experts);
             let found = self.num_experts_per_tok.into();
-            return Err(bad("num_experts_per_tok", &found, &expected));
+            return Err(bad(Self::per_token_key(family), &found, &expected));
         }
         if let Some(layer) = self
             .mlp_only_layers

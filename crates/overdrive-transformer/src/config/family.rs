@@ -71,8 +71,8 @@ pub enum LlamaFamily {
     /// Gemma 3n (text): parallel residual streams, an input of each layer beside them, sparse gates, and last layers that
     /// share the keys and values of earlier ones.
     Gemma3n,
-    /// Gemma 4 (text), dense: as Gemma 3n, with one residual stream, and with heads of another size in layers without a
-    /// window.
+    /// Gemma 4 (text): as Gemma 3n, with one residual stream, and with heads of another size in layers without a window;
+    /// with or without a mixture of experts beside the feed-forward block of each layer.
     Gemma4,
     /// Qwen3-VL, dense: a Qwen3 that sees images, with three rotary positions for each token.
     Qwen3Vl,
@@ -188,6 +188,11 @@ impl LlamaFamily {
     /// Returns `true` for Qwen3.5.
     pub(crate) fn is_qwen35(self) -> bool {
         matches!(self, LlamaFamily::Qwen35 | LlamaFamily::Qwen35Moe)
+    }
+
+    /// Returns `true` for the families of whose experts a file has all in one tensor, gate and up in one layer.
+    pub(crate) fn has_packed_experts(self) -> bool {
+        matches!(self, LlamaFamily::GptOss | LlamaFamily::Gemma4)
     }
 
     /// Returns `true` for Granite 3 and 4.

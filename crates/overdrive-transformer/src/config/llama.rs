@@ -108,7 +108,8 @@ pub struct LlamaConfig {
     /// The factor `b` in `1 + b · ln(1 + floor(p / n))`, by which the query at position `p` is multiplied (Ministral 3),
     /// where `n` is the original context of [`rope_scaling`](LlamaConfig::rope_scaling); default 0.
     pub llama_4_scaling_beta: f64,
-    /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and DeepSeek, `None` for all other
+    /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and DeepSeek, `None` for a Gemma 4
+    /// without experts and all other
     /// families; default `None`.
     pub experts: Option<ExpertsConfig>,
     /// The sizes of multi-head latent attention: required for DeepSeek, where they replace `head_dim`, `None` for all
@@ -807,11 +808,12 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the mixture of experts of layer `layer`, or `None` if the layer has one feed-forward block.
+    /// Returns the mixture of experts that layer `layer` has in place of a feed-forward block, or `None` if the layer has
+    /// such a block. Gemma 4 has experts beside it.
     pub(crate) fn experts_of(&self, layer: i64) -> Option<&ExpertsConfig> {
         self.experts
             .as_ref()
-            .filter(|experts| experts.is_sparse(layer))
+            .filter(|experts| self.per_layer.is_none() && experts.is_sparse(layer))
     }
 
     /// Returns the inner width of an expert, or of the feed-forward block of a family without experts.

@@ -22,6 +22,7 @@ use std::path::Path;
 use overdrive_core::{Error as Common, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use tch::Kind;
 
 use crate::encoder::EncoderFamily;
 use crate::parameters::ParameterSpec;
@@ -271,6 +272,19 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => config.head_dim(),
             ModelConfig::Gpt2(config) => config.n_embd / config.n_head.max(1),
+        }
+    }
+
+    /// Returns the number of bytes of the states of one sequence in all layers of linear attention, with activations of
+    /// `kind`.
+    pub(crate) fn state_bytes(&self, kind: Kind) -> u64 {
+        match self {
+            ModelConfig::Llama(config) => {
+                let layers = 0..config.num_hidden_layers;
+                let sizes = layers.filter_map(|layer| config.delta_net_of(layer));
+                sizes.map(|sizes| sizes.state_bytes(kind)).sum()
+            }
+            ModelConfig::Gpt2(_) => 0,
         }
     }
 

@@ -151,15 +151,6 @@ impl PerLayerConfig {
     fn read_gemma4(&mut self, fields: &mut Fields, without_window: &[i64]) -> Result<()> {
         fields.boolean("attention_k_eq_v", &mut self.attention_k_eq_v)?;
         fields.boolean("use_double_wide_mlp", &mut self.use_double_wide_mlp)?;
-        let mut has_experts = false;
-        fields.boolean("enable_moe_block", &mut has_experts)?;
-        if has_experts {
-            return Err(unsupported(
-                "enable_moe_block",
-                "true".to_owned(),
-                "false, a Gemma 4 without experts",
-            ));
-        }
         let key = "use_bidirectional_attention";
         if let Some(value) = fields.peek(key)
             && value != "vision"

@@ -10,7 +10,8 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::metadata::metadata;
-use super::names::{gguf_name, stored_rows};
+use super::names::gguf_name;
+use super::placement::{inverse, orders};
 use crate::{Error, ModelConfig, Result};
 
 /// Writes a LoRA adapter in PEFT's format, the folder `adapter`, as a GGUF file for llama.cpp, in f32, as
@@ -64,7 +65,7 @@ pub fn save_gguf_adapter(
     let mut infos = Vec::new();
     let mut tensors = Vec::new();
     for (module, pair) in pairs {
-        let [Some(a), Some(b)] = pair else {
+        let [Some(mut a), Some(b)] = pair else {
             return Err(unsupported(
                 "tensor",
                 &module,
@@ -72,7 +73,9 @@ pub fn save_gguf_adapter(
             ));
         };
         let name = format!("{module}.weight");
+        // A file has two tensors in place of Qwen3-Next's joint projection.
         let is_matrix = crate::moe::expert_of(&module).is_none()
+            && !module.ends_with(".in_proj_qkvz")
             && !(config.tie_word_embeddings() && module == "lm_head");
         let stored = gguf_name(&name, config).filter(|_| is_matrix);
         let stored = stored.ok_or_else(|| {
@@ -89,10 +92,17 @@ pub fn save_gguf_adapter(
         } else {
             b
         };
-        if let ModelConfig::Llama(config) = config
-            && let Some(rows) = stored_rows(&name, config)
-        {
-            b = b.f_index_select(0, &Tensor::f_from_slice(&rows)?)?;
+        if let ModelConfig::Llama(config) = config {
+            let selected = |tensor: &Tensor, dimension, order: &[i64]| {
+                tensor.f_index_select(dimension, &Tensor::f_from_slice(&inverse(order))?)
+            };
+            let [rows, columns] = orders(&name, config);
+            if let Some(rows) = rows {
+                b = selected(&b, 0, &rows)?;
+            }
+            if let Some(columns) = columns {
+                a = selected(&a, 1, &columns)?;
+            }
         }
         for (end, tensor) in [("lora_a", a), ("lora_b", b)] {
             infos.push(GgufTensorInfo {

@@ -6,6 +6,7 @@ use overdrive_quantization::{GgufFile, GgufTensor, GgufValue};
 
 use super::config::Keys;
 use super::load::{Arrangement, Source, read};
+use super::placement::Form;
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{check_layers, check_layers_of_files};
 use crate::encoder::{EncoderModel, EncoderTensors, HeadKind};
@@ -52,7 +53,6 @@ impl EncoderModel {
         let arrangement = Arrangement {
             tied: false,
             adjacent: tensors.adjacent(),
-            norm_adds_one: false,
         };
         let parts = read(sources, &arrangement, options)?;
         let (parts, report) = tensors.completed(parts, options, 0)?;
@@ -165,8 +165,10 @@ fn sources<'a>(file: &'a GgufFile, tensors: &EncoderTensors) -> Result<Vec<Sourc
             }),
             Some(tensor) => sources.push(Source {
                 spec: spec.clone(),
-                tensor,
+                tensors: vec![tensor],
                 rows: None,
+                columns: None,
+                form: Form::Same,
             }),
         }
     }

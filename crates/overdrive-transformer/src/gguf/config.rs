@@ -3,13 +3,14 @@ use overdrive_quantization::{GgufFile, GgufValue};
 use tch::{Device, Kind};
 
 use crate::config::{
-    LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn, check_layers,
+    ExpertsConfig, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    check_layers,
 };
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, \
-    olmo2, granite, glm4, qwen2moe";
+    olmo2, granite, glm4, qwen2moe, qwen3next, qwen35, qwen35moe";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -42,6 +43,9 @@ impl ModelConfig {
             Some("granite") => LlamaFamily::Granite,
             Some("glm4") => LlamaFamily::Glm4,
             Some("qwen2moe") => LlamaFamily::Qwen2Moe,
+            Some("qwen3next") => LlamaFamily::Qwen3Next,
+            Some("qwen35") => LlamaFamily::Qwen35,
+            Some("qwen35moe") => LlamaFamily::Qwen35Moe,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -106,7 +110,9 @@ impl Keys<'_> {
             LlamaFamily::Phi => ("attention.layer_norm_epsilon", true),
             _ => ("attention.layer_norm_rms_epsilon", false),
         };
-        let layers = self.required("block_count")?;
+        // Layers that predict further tokens, which are not read, lie behind the others.
+        let further = self.integer("nextn_predict_layers")?.unwrap_or(0);
+        let layers = self.required("block_count")?.saturating_sub(further);
         check_layers(&self.key("block_count"), layers)?;
         let has = |name: &str| self.file.tensor(name).is_some();
         let mut config = LlamaConfig {
@@ -114,6 +120,8 @@ impl Keys<'_> {
             hidden_size,
             intermediate_size: match family.is_newest_gemma() {
                 true => self.largest("feed_forward_length")?,
+                // All of its layers have experts.
+                false if family == LlamaFamily::Qwen35Moe => defaults.intermediate_size,
                 false => self.required("feed_forward_length")?,
             },
             num_hidden_layers: layers,
@@ -163,6 +171,7 @@ impl Keys<'_> {
             config.rope_scaling = self.rope_scaling(&config)?;
         }
         self.experts(&mut config)?;
+        self.delta_net(&mut config)?;
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
@@ -180,18 +189,23 @@ impl Keys<'_> {
     fn family_with_experts(&self, family: LlamaFamily) -> Result<LlamaFamily> {
         let experts = self.integer("expert_count")?.unwrap_or(0);
         match family {
-            LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => Ok(family),
+            _ if LlamaConfig::of(family).experts.is_some() => Ok(family),
+            LlamaFamily::Gemma4 => Ok(family),
             LlamaFamily::Llama if experts > 0 => Ok(LlamaFamily::Mixtral),
             _ if experts > 0 => Err(Error::Unsupported {
                 key: self.key("expert_count"),
                 found: experts.to_string(),
-                supported: "0; only llama, qwen2moe and qwen3moe files may have experts".to_owned(),
+                supported: "0; only files of llama, gemma4, qwen2moe, qwen3moe, qwen3next and qwen35moe may have experts"
+                    .to_owned(),
             }),
             _ => Ok(family),
         }
     }
 
     fn experts(&self, config: &mut LlamaConfig) -> Result<()> {
+        if config.family == LlamaFamily::Gemma4 && self.integer("expert_count")?.unwrap_or(0) > 0 {
+            config.experts = Some(ExpertsConfig::gemma4());
+        }
         let Some(experts) = &mut config.experts else {
             return Ok(());
         };

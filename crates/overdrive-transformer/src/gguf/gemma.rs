@@ -4,8 +4,91 @@ use overdrive_quantization::{GgufArray, GgufValue};
 use tch::{Kind, Tensor};
 
 use super::config::Keys;
+use super::metadata::Metadata;
 use crate::config::{LlamaConfig, LlamaFamily, PerLayerConfig, RopeScaling};
 use crate::{Error, Result};
+
+/// The divisor of a frequency that rotates nothing.
+const UNROTATED: f64 = 1e30;
+
+/// Sets the sizes of a Gemma 4, which differ from layer to layer.
+pub(super) fn metadata(
+    own: &mut Metadata,
+    config: &LlamaConfig,
+    sizes: &PerLayerConfig,
+) -> Result<()> {
+    let local = config.head_dim();
+    let global = sizes.global_head_dim.unwrap_or(local);
+    own.sizes([
+        ("attention.key_length", global),
+        ("attention.value_length", global),
+        ("attention.key_length_swa", local),
+        ("attention.value_length_swa", local),
+        ("rope.dimension_count", global),
+        ("rope.dimension_count_swa", local),
+        ("attention.shared_kv_layers", sizes.num_kv_shared_layers),
+        (
+            "embedding_length_per_layer_input",
+            sizes.hidden_size_per_layer_input,
+        ),
+    ])?;
+    own.only(
+        config.sliding_window.is_some(),
+        "sliding_window",
+        "null",
+        "a number of tokens",
+    )?;
+    own.sliding_layers(config);
+    if config.logit_softcap().is_none() {
+        // Without the key, llama.cpp bounds the logits by 30.
+        own.number("final_logit_softcapping", 0.0);
+    }
+    // The table has a row for each token in llama.cpp.
+    let (rows, tokens) = (sizes.vocab_size_per_layer_input, config.vocab_size);
+    let has_table = sizes.hidden_size_per_layer_input > 0;
+    own.only(
+        !has_table || rows == tokens,
+        "vocab_size_per_layer_input",
+        rows,
+        &format!("vocab_size ({tokens})"),
+    )?;
+    for (key, of) in [
+        (
+            "feed_forward_length",
+            LlamaConfig::intermediate_size_of as fn(&LlamaConfig, i64) -> i64,
+        ),
+        ("attention.head_count_kv", LlamaConfig::kv_heads_of),
+    ] {
+        let all = (0..config.num_hidden_layers).map(|layer| of(config, layer) as i32);
+        own.put(key, GgufValue::Array(GgufArray::I32(all.collect())));
+    }
+    own.only(
+        config.rope_local_scaling == RopeScaling::Default,
+        "rope_parameters.sliding_attention",
+        "scaled",
+        "not scaled",
+    )?;
+    let pairs = global / 2;
+    let kept = match config.rope_scaling {
+        RopeScaling::Default => pairs,
+        RopeScaling::Proportional {
+            partial_rotary_factor,
+            factor: 1.0,
+        } => (partial_rotary_factor * global as f64) as i64 / 2,
+        _ => {
+            let supported = "default, or proportional without a factor";
+            return Err(own.without(
+                "rope_parameters.full_attention",
+                "another scaling",
+                supported,
+            ));
+        }
+    };
+    let divisor = |pair| if pair < kept { 1.0 } else { UNROTATED };
+    let divisors = (0..pairs).map(divisor).collect();
+    own.rope.push(("rope_freqs.weight", divisors));
+    Ok(())
+}
 
 /// The number of layers with keys and values of their own in Gemma 3n, which llama.cpp takes for granted.
 const GEMMA3N_OWN_KEYS: i64 = 20;
@@ -37,8 +120,8 @@ impl Keys<'_> {
         };
         self.sliding_layers(config)?;
         let key = "final_logit_softcapping";
-        let bound = self.number(key)?;
-        config.final_logit_softcapping = bound.or(config.final_logit_softcapping);
+        let bound = self.number(key)?.or(config.final_logit_softcapping);
+        config.final_logit_softcapping = bound.filter(|&bound| bound != 0.0);
         let rows = |name: &str| {
             let tensor = self.file.tensor(name)?;
             tensor.shape().first().copied()

@@ -1,21 +1,84 @@
 use std::collections::{BTreeSet, HashMap};
 
-use overdrive_quantization::{GgufFile, GgufTensor};
-use tch::{Kind, Tensor};
+use overdrive_quantization::{GgufFile, GgufTensor, QuantizedWeight};
+use tch::{Device, Kind, Tensor};
 
-use super::names::{fused_rows, gguf_shape, is_of_shared_keys, llama_name, row_order, stream_of};
+use super::names::is_unread;
+use super::placement::{Form, Placement, placements};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
-use crate::moe;
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result, RopeScaling};
 
-/// A parameter, and the tensor of the file that holds it.
+/// A parameter, and the tensors of the file that hold it, as its [`Placement`] says.
 pub(super) struct Source<'a> {
     pub(super) spec: ParameterSpec,
-    pub(super) tensor: GgufTensor<'a>,
+    pub(super) tensors: Vec<GgufTensor<'a>>,
     pub(super) rows: Option<Vec<i64>>,
+    pub(super) columns: Option<Vec<i64>>,
+    pub(super) form: Form,
+}
+
+impl Source<'_> {
+    /// Returns the number of bytes in the file.
+    fn bytes(&self) -> usize {
+        self.tensors.iter().map(|tensor| tensor.data().len()).sum()
+    }
+
+    /// Returns `true` if the parameter can have the quantization of the file.
+    fn is_quantized(&self) -> bool {
+        // Blocks of floats are neither joined nor reordered.
+        let is_plain = self.tensors.len() == 1 && self.columns.is_none();
+        let mut types = self.tensors.iter().map(|tensor| tensor.tensor_type());
+        types.all(|kind| kind.groups().is_some() || is_plain && kind.is_quantized())
+    }
+
+    /// Returns the parameter as the file has it quantized.
+    fn quantized(&self, device: Device) -> Result<QuantizedWeight> {
+        let rows = self.rows.as_deref();
+        let own = |tensor: &GgufTensor<'_>, rows| {
+            tensor.to_quantized(rows, device)?.ok_or_else(|| {
+                let name = &self.spec.name;
+                overdrive_core::Error::internal(format!("`{name}` has no quantized groups")).into()
+            })
+        };
+        let weight = match self.tensors.as_slice() {
+            [one] => own(one, rows)?,
+            several => {
+                let parts = several.iter().map(|tensor| own(tensor, None));
+                QuantizedWeight::from_rows(&parts.collect::<Result<Vec<_>>>()?, rows)?
+            }
+        };
+        Ok(match &self.columns {
+            Some(columns) => weight.with_inputs(columns)?,
+            None => weight,
+        })
+    }
+
+    /// Returns the elements of the parameter in `kind`.
+    fn numbers(&self, device: Device, kind: Kind) -> Result<Tensor> {
+        let rows = self.rows.as_deref();
+        let index = |order: &[i64]| Tensor::f_from_slice(order)?.f_to_device(device);
+        let stored = match self.tensors.as_slice() {
+            [one] => one.dequantize(rows, kind, device)?,
+            several => {
+                let parts = several
+                    .iter()
+                    .map(|part| part.dequantize(None, kind, device));
+                let whole = Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)?;
+                match rows {
+                    Some(rows) => whole.f_index_select(0, &index(rows)?)?,
+                    None => whole,
+                }
+            }
+        };
+        let stored = match &self.columns {
+            Some(columns) => stored.f_index_select(1, &index(columns)?)?,
+            None => stored,
+        };
+        self.form.read(stored)
+    }
 }
 
 /// The properties of a model that its tensors do not show.
@@ -24,8 +87,6 @@ pub(super) struct Arrangement {
     pub(super) tied: bool,
     /// The groups of parameters that lie next to one another.
     pub(super) adjacent: Vec<Vec<String>>,
-    /// If `true`, norms multiply by one more than their weight.
-    pub(super) norm_adds_one: bool,
 }
 
 /// Reads the parameters of `config` from `file`.
@@ -44,7 +105,6 @@ pub(super) fn tensors(
     let arrangement = Arrangement {
         tied: config.tie_word_embeddings(),
         adjacent: config.adjacent(),
-        norm_adds_one: llama.norm_adds_one(),
     };
     read(sources(file, config, llama)?, &arrangement, options)
 }
@@ -60,12 +120,10 @@ pub(super) fn read(
         sources.into_iter().partition(|source| {
             // Norms, biases and routers are dense; a matrix is, unless the file or the options quantize it.
             let matrix = is_matrix(&source.spec);
-            !matrix
-                || !source.tensor.tensor_type().is_quantized()
-                    && scheme(source, arrangement, options).is_none()
+            !matrix || !source.is_quantized() && scheme(source, arrangement, options).is_none()
         });
     let all = dense.iter().chain(&quantized);
-    let total: u64 = all.map(|source| source.tensor.data().len() as u64).sum();
+    let total: u64 = all.map(|source| source.bytes() as u64).sum();
     let mut done = 0;
     let mut report = |bytes: usize| {
         done += bytes as u64;
@@ -77,37 +135,23 @@ pub(super) fn read(
     let mut quantized_weights = HashMap::new();
     for source in &quantized {
         let weight = match scheme(source, arrangement, options) {
-            None => {
-                let weight = source
-                    .tensor
-                    .to_quantized(source.rows.as_deref(), options.device)?;
-                weight.ok_or_else(|| {
-                    let name = &source.spec.name;
-                    overdrive_core::Error::internal(format!("`{name}` has no quantized groups"))
-                })?
+            None => source.quantized(options.device)?,
+            Some(scheme) => {
+                let numbers = source.numbers(options.device, Kind::Float)?;
+                quantize_parameter(&numbers, &source.spec, scheme)?
             }
-            Some(scheme) => quantize_parameter(
-                &numbers(source, options, Kind::Float)?,
-                &source.spec,
-                scheme,
-            )?,
         };
         quantized_weights.insert(source.spec.module().to_owned(), weight);
-        report(source.tensor.data().len());
+        report(source.bytes());
     }
     let specs: Vec<ParameterSpec> = dense.iter().map(|source| source.spec.clone()).collect();
     let kinds = vec![kind; specs.len()];
     let mut parameters = allocate(specs, &kinds, options.device, &arrangement.adjacent)?;
     for ((_, parameter), source) in parameters.iter_mut().zip(&dense) {
-        let mut numbers = numbers(source, options, Kind::Float)?;
-        let norm = source.spec.name.ends_with("norm.weight");
-        if arrangement.norm_adds_one && norm {
-            // llama.cpp stores what these norms multiply by, transformers what they add to one.
-            numbers = numbers.f_sub_scalar(1.0)?;
-        }
+        let numbers = source.numbers(options.device, Kind::Float)?;
         // A gate of one row is a vector in the file.
         parameter.f_copy_(&numbers.f_view_as(parameter)?)?;
-        report(source.tensor.data().len());
+        report(source.bytes());
     }
     Ok(ModelTensors {
         parameters,
@@ -123,7 +167,8 @@ fn is_matrix(spec: &ParameterSpec) -> bool {
 /// Returns F16 or BF16 if every matrix of the file has that type, else fp32.
 fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
     let matrices = sources.iter().filter(|source| is_matrix(&source.spec));
-    let mut kinds = matrices.map(|source| source.tensor.tensor_type().kind());
+    let tensors = matrices.flat_map(|source| &source.tensors);
+    let mut kinds = tensors.map(|tensor| tensor.tensor_type().kind());
     match kinds.next() {
         Some(Some(first @ (Kind::Half | Kind::BFloat16)))
             if kinds.all(|kind| kind == Some(first)) =>
@@ -142,12 +187,6 @@ fn scheme(
 ) -> Option<overdrive_quantization::Scheme> {
     let chosen = options.quantization.as_ref()?;
     chosen.scheme_of(&source.spec, arrangement.tied)
-}
-
-fn numbers(source: &Source<'_>, options: &LoadOptions, kind: Kind) -> Result<Tensor> {
-    Ok(source
-        .tensor
-        .dequantize(source.rows.as_deref(), kind, options.device)?)
 }
 
 /// Finds the tensor of every parameter, or returns an error with all that does not fit.
@@ -171,65 +210,43 @@ fn sources<'a>(
     let mut used: BTreeSet<String> = of_rope.iter().map(|name| (*name).to_owned()).collect();
     let mut sources = Vec::new();
     for spec in config.parameters() {
-        let name = llama_name(&spec.name, llama.family);
-        let found = name.as_deref().and_then(|name| stored.get(name).copied());
-        let (mut shape, mut rows) = (gguf_shape(&spec), row_order(&spec.name, llama));
-        let fused = || {
-            let (name, height, part) = fused_rows(&spec.name, llama)?;
-            let tensor = stored.get(name.as_str()).copied()?;
-            shape[0] = height;
-            rows = Some(part);
-            Some(tensor)
+        let places = placements(&spec, llama);
+        let is_stored = |place: &&Placement| {
+            let mut names = place.tensors.iter();
+            names.all(|(name, _)| stored.contains_key(name.as_str()))
         };
-        let Some(tensor) = found.or_else(fused) else {
-            problems.missing.push(name.unwrap_or(spec.name));
+        let Some(place) = places.iter().find(is_stored) else {
+            let mut usual = places.iter().take(1).flat_map(|place| &place.tensors);
+            let missing = usual.find(|(name, _)| !stored.contains_key(name.as_str()));
+            let missing = missing.map_or(spec.name, |(name, _)| name.clone());
+            problems.missing.push(missing);
             continue;
         };
-        used.insert(tensor.name().to_owned());
-        // The matrix of an expert is a slice of a stack, read in place, and so is the projection of a residual stream.
-        let streams = llama.per_layer.as_ref().and_then(|own| own.altup.as_ref());
-        let experts = llama.experts.as_ref().map(|experts| experts.num_experts);
-        let (slice, count) = match stream_of(spec.module()) {
-            Some((_, stream)) => (
-                Some(stream),
-                streams.map(|altup| altup.altup_num_inputs - 1),
-            ),
-            None => (
-                moe::expert_of(spec.module()).map(|(_, expert, _)| expert),
-                experts,
-            ),
-        };
-        let matrix = match slice {
-            None => Some(tensor),
-            Some(slice) => {
-                let whole = tensor.shape().first().copied() == count;
-                tensor.slice(slice).filter(|_| whole)
+        let mut tensors = Vec::new();
+        for (name, shape) in &place.tensors {
+            let Some(whole) = stored.get(name.as_str()) else {
+                continue;
+            };
+            used.insert(name.clone());
+            match part_of(whole, place, shape) {
+                Ok(tensor) => tensors.push(tensor),
+                Err(Some(misshapen)) => problems.misshapen.push(misshapen),
+                Err(None) => {}
             }
-        };
-        let Some(tensor) = matrix else {
-            // Once for the stack, which is one tensor.
-            if slice == Some(0) {
-                problems.misshapen.push(Misshapen {
-                    name: tensor.name().to_owned(),
-                    found: tensor.shape().to_vec(),
-                    expected: count.into_iter().chain(spec.shape).collect(),
-                });
-            }
-            continue;
-        };
-        if tensor.shape() != shape {
-            problems.misshapen.push(Misshapen {
-                name: tensor.name().to_owned(),
-                found: tensor.shape().to_vec(),
-                expected: shape,
-            });
-            continue;
         }
-        sources.push(Source { rows, spec, tensor });
+        if tensors.len() == place.tensors.len() {
+            sources.push(Source {
+                tensors,
+                rows: place.rows.clone(),
+                columns: place.columns.clone(),
+                form: place.form,
+                spec,
+            });
+        }
     }
     let names = file.tensors().map(|tensor| tensor.name().to_owned());
-    let unread = |name: &String| !used.contains(name) && !is_of_shared_keys(name, llama);
-    problems.unexpected = names.filter(unread).collect();
+    let unexpected = names.filter(|name| !used.contains(name) && !is_unread(name, llama));
+    problems.unexpected = unexpected.collect();
     if problems.is_empty() {
         return Ok(sources);
     }
@@ -237,4 +254,30 @@ fn sources<'a>(
         path: file.path().to_path_buf(),
         problems: Box::new(problems),
     })
+}
+
+/// Returns the tensor of `shape` that the place is in `whole`: all of it or a slice, which is read in place. An error has
+/// the problem, unless it is that of another slice, too.
+fn part_of<'a>(
+    whole: &GgufTensor<'a>,
+    place: &Placement,
+    shape: &[i64],
+) -> std::result::Result<GgufTensor<'a>, Option<Misshapen>> {
+    let misshapen = |expected: Vec<i64>| Misshapen {
+        name: whole.name().to_owned(),
+        found: whole.shape().to_vec(),
+        expected,
+    };
+    let Some((index, count)) = place.slice else {
+        return match whole.shape() == shape {
+            true => Ok(*whole),
+            false => Err(Some(misshapen(shape.to_vec()))),
+        };
+    };
+    let stack = [&[count], shape].concat();
+    match whole.slice(index).filter(|_| whole.shape() == stack) {
+        Some(slice) => Ok(slice),
+        // Once for the stack, which is one tensor.
+        None => Err((index == 0).then(|| misshapen(stack))),
+    }
 }

@@ -41,13 +41,13 @@ impl Metadata {
         metadata
     }
 
-    fn put(&mut self, name: &str, value: GgufValue) {
+    pub(super) fn put(&mut self, name: &str, value: GgufValue) {
         self.values
             .insert(format!("{}.{name}", self.architecture), value);
     }
 
     /// Sets integers, of which all are sizes or counts.
-    fn sizes<const N: usize>(&mut self, sizes: [(&str, i64); N]) -> Result<()> {
+    pub(super) fn sizes<const N: usize>(&mut self, sizes: [(&str, i64); N]) -> Result<()> {
         for (name, size) in sizes {
             let size = u32::try_from(size).map_err(|_| {
                 overdrive_core::Error::option(
@@ -61,12 +61,25 @@ impl Metadata {
         Ok(())
     }
 
-    fn number(&mut self, name: &str, number: f64) {
+    pub(super) fn number(&mut self, name: &str, number: f64) {
         self.put(name, GgufValue::F32(number as f32));
     }
 
+    /// Sets which layers have a sliding window.
+    pub(super) fn sliding_layers(&mut self, config: &LlamaConfig) {
+        let slides = |layer| config.window(layer).is_some();
+        let slides = (0..config.num_hidden_layers).map(slides).collect();
+        let slides = GgufValue::Array(GgufArray::Bool(slides));
+        self.put("attention.sliding_window_pattern", slides);
+    }
+
     /// Returns the error of an option that the architecture does not have.
-    fn without(&self, key: &str, found: impl std::fmt::Display, supported: &str) -> Error {
+    pub(super) fn without(
+        &self,
+        key: &str,
+        found: impl std::fmt::Display,
+        supported: &str,
+    ) -> Error {
         Error::Unsupported {
             key: key.to_owned(),
             found: found.to_string(),
@@ -78,7 +91,7 @@ impl Metadata {
     }
 
     /// Checks an option against the only value that llama.cpp implements.
-    fn only(
+    pub(super) fn only(
         &self,
         is_so: bool,
         key: &str,
@@ -105,21 +118,21 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Gemma => "gemma",
         F::Gemma2 => "gemma2",
         F::Gemma3 => "gemma3",
+        F::Gemma4 => "gemma4",
         F::SmolLm3 => "smollm3",
         F::Olmo2 | F::Olmo3 => "olmo2",
         F::Granite => "granite",
         F::Glm4 => "glm4",
         F::Qwen2Moe => "qwen2moe",
+        F::Qwen3Next => "qwen3next",
+        F::Qwen35 => "qwen35",
+        F::Qwen35Moe => "qwen35moe",
         F::GptOss
         | F::Ministral3
         | F::GraniteMoeHybrid
         | F::DeepseekV2
         | F::DeepseekV3
-        | F::Qwen3Next
-        | F::Qwen35
-        | F::Qwen35Moe
         | F::Gemma3n
-        | F::Gemma4
         | F::Qwen3Vl => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
@@ -166,20 +179,20 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         !matches!(
             family,
             F::Qwen2 | F::Qwen3 | F::Qwen2Moe | F::Qwen3Moe | F::SmolLm3
-        ),
+        ) && !family.is_hybrid(),
         config.sliding_window,
     ) {
         own.sizes([("attention.sliding_window", window)])?;
         if family == F::Olmo3 {
-            let slides = |layer| config.window(layer).is_some();
-            let slides = (0..config.num_hidden_layers).map(slides).collect();
-            let slides = GgufValue::Array(GgufArray::Bool(slides));
-            own.put("attention.sliding_window_pattern", slides);
-        } else if !family.is_later_gemma() && window < context {
+            own.sliding_layers(config);
+        } else if !family.is_gemma() && window < context {
             tracing::warn!(
                 "llama.cpp attends to all tokens where this model attends to the last {window}"
             );
         }
+    }
+    if let Some(sizes) = &config.delta_net {
+        super::delta_net::metadata(&mut own, config, sizes)?;
     }
     if let Some(bound) = config.attention_softcap() {
         own.number("attn_logit_softcapping", bound);
@@ -193,10 +206,13 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         own.number("residual_scale", config.residual_multiplier);
         own.number("logit_scale", config.logits_scaling);
     }
-    if family == F::Gemma3 {
+    if matches!(family, F::Gemma3 | F::Gemma4) {
         own.number("rope.freq_base_swa", config.rope_local_base_freq);
     }
-    rope(&mut own, config)?;
+    match &config.per_layer {
+        Some(sizes) => super::gemma::metadata(&mut own, config, sizes)?,
+        None => rope(&mut own, config)?,
+    }
     Ok(own)
 }
 
@@ -206,7 +222,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     let family = config.family;
     let activations: &[&str] = match family {
         F::Gemma => &["gelu_pytorch_tanh", "gelu", "gelu_new"],
-        F::Gemma2 | F::Gemma3 => &["gelu_pytorch_tanh", "gelu_new"],
+        F::Gemma2 | F::Gemma3 | F::Gemma4 => &["gelu_pytorch_tanh", "gelu_new"],
         F::Phi => &["gelu_new", "gelu_pytorch_tanh"],
         _ => &["silu", "swish"],
     };
@@ -255,7 +271,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             divides,
             &usual.to_string(),
         )?;
-        let all = (0..config.num_hidden_layers).all(|layer| config.experts_of(layer).is_some());
+        let all = (0..config.num_hidden_layers).all(|layer| experts.is_sparse(layer));
         own.only(
             all,
             "decoder_sparse_step",
@@ -273,7 +289,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         let key = "rope_parameters.sliding_attention.rope_theta";
         own.only(local == all, key, local, &all.to_string())?;
     }
-    if family.is_gemma() && family != F::Gemma3 {
+    if family.is_gemma() && !matches!(family, F::Gemma3 | F::Gemma4) {
         own.only(
             config.tie_word_embeddings,
             "tie_word_embeddings",

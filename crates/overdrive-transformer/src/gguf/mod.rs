@@ -3,6 +3,7 @@
 mod adapter;
 mod bert;
 mod config;
+mod delta_net;
 mod end_of_text;
 mod file_type;
 mod gemma;
@@ -10,6 +11,7 @@ mod generation_config;
 mod load;
 mod metadata;
 mod names;
+mod placement;
 mod save;
 
 pub use adapter::save_gguf_adapter;
@@ -26,8 +28,9 @@ use overdrive_quantization::GgufFile;
 use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 
 impl CausalLm {
-    /// Reads a GGUF file of the architectures `llama` (including Mistral and Mixtral), `qwen2`, `qwen3`, `qwen3moe`,
-    /// `phi2`, `phi3`, `gemma`, `gemma2` and `gemma3`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
+    /// Reads a GGUF file of the architectures `llama` (including Mistral and Mixtral), `qwen2`, `qwen3`, `qwen2moe`,
+    /// `qwen3moe`, `qwen3next`, `qwen35`, `qwen35moe`, `phi2`, `phi3`, `gemma`, `gemma2`, `gemma3`, `gemma3n`, `gemma4`,
+    /// `smollm3`, `olmo2`, `granite` and `glm4`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
     /// any of them.
     ///
     /// Quantized matrices (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see

@@ -7,7 +7,7 @@ use crate::parameters::{ParameterRole, ParameterSpec};
 const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
 /// The names of the modules of a block in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 28] = [
+const MODULES: [(&str, &str); 41] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -36,10 +36,38 @@ const MODULES: [(&str, &str); 28] = [
     ("laurel.linear_left", "laurel_l"),
     ("laurel.linear_right", "laurel_r"),
     ("laurel.post_laurel_norm", "laurel_post_norm"),
+    ("linear_attn.in_proj_qkvz", "ssm_in"),
+    ("linear_attn.in_proj_ba", "ssm_ba"),
+    ("linear_attn.in_proj_qkv", "attn_qkv"),
+    ("linear_attn.in_proj_z", "attn_gate"),
+    ("linear_attn.in_proj_b", "ssm_beta"),
+    ("linear_attn.in_proj_a", "ssm_alpha"),
+    ("linear_attn.conv1d", "ssm_conv1d"),
+    ("linear_attn.norm", "ssm_norm"),
+    ("linear_attn.out_proj", "ssm_out"),
+    ("router.proj", "ffn_gate_inp"),
+    ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+    ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+    ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
 ];
 
-/// The stacks of the matrices of all experts, in the order gate, up, down.
-const STACKS: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+/// The parameters of a block that are not weights or biases of a module, in transformers and in llama.cpp.
+const OTHERS: [(&str, &str); 6] = [
+    ("layer_scalar", "layer_output_scale.weight"),
+    ("altup.correct_output_scale", "altup_correct_scale.weight"),
+    ("linear_attn.A_log", "ssm_a"),
+    ("linear_attn.dt_bias", "ssm_dt.bias"),
+    ("router.scale", "ffn_gate_inp.scale"),
+    ("router.per_expert_scale", "ffn_down_exps.scale"),
+];
+
+/// The stacks of the matrices of all experts, in the order gate, up, down, and gate and up in one.
+const STACKS: [&str; 4] = [
+    "ffn_gate_exps",
+    "ffn_up_exps",
+    "ffn_down_exps",
+    "ffn_gate_up_exps",
+];
 
 /// The names of the modules of a block of GPT-2 in transformers and in llama.cpp.
 const GPT2_MODULES: [(&str, &str); 6] = [
@@ -83,18 +111,12 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
     if let Some((stack, _)) = stream_of(module) {
         return Some(format!("{stack}.{end}"));
     }
-    if family.is_newest_gemma() {
-        let layer = module.strip_prefix("model.layers.");
-        match (layer, end) {
-            (Some(layer), "layer_scalar") => {
-                return Some(format!("blk.{layer}.layer_output_scale.weight"));
-            }
-            (Some(layer), "correct_output_scale") => {
-                let layer = layer.strip_suffix(".altup")?;
-                return Some(format!("blk.{layer}.altup_correct_scale.weight"));
-            }
-            _ => {}
-        }
+    if let Some((layer, part)) = name
+        .strip_prefix("model.layers.")
+        .and_then(|rest| rest.split_once('.'))
+        && let Some((_, own)) = OTHERS.iter().find(|(other, _)| *other == part)
+    {
+        return Some(format!("blk.{layer}.{own}"));
     }
     let own = match module {
         "model.embed_tokens" => "token_embd".to_owned(),
@@ -107,6 +129,10 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
             let norm = family.block_norms().iter().find(|(_, name)| *name == part);
             let part = match (norm, part) {
+                // llama.cpp has it under the name of a norm after attention.
+                (Some((NormPosition::BeforeMlp, _)), _) if family.is_hybrid() => {
+                    norm_name(NormPosition::AfterAttention)
+                }
                 (Some((position, _)), _) => norm_name(*position),
                 (None, "mlp.gate" | "block_sparse_moe.gate") => "ffn_gate_inp",
                 (None, other) => MODULES.iter().find(|(part, _)| *part == other)?.1,
@@ -117,18 +143,18 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
     Some(format!("{own}.{end}"))
 }
 
-/// Returns `true` for the keys and values, and their norms, of a layer that attends to those of an earlier one: files of
-/// Gemma 3n hold them, and nothing reads them.
-pub(super) fn is_of_shared_keys(name: &str, config: &LlamaConfig) -> bool {
+/// Returns `true` for tensors that files hold and nothing reads: the keys and values, and their norms, of a layer that
+/// attends to those of an earlier one (Gemma 3n), and the layers that predict further tokens (Qwen3.5).
+pub(super) fn is_unread(name: &str, config: &LlamaConfig) -> bool {
     let layer = name
         .strip_prefix("blk.")
         .and_then(|rest| rest.split_once('.'));
-    let Some((layer, part)) = layer else {
+    let Some((Ok(layer), part)) = layer.map(|(layer, part)| (layer.parse(), part)) else {
         return false;
     };
-    let shares = layer.parse().is_ok_and(|layer| config.shares_kv(layer));
     let parts = ["attn_k.", "attn_v.", "attn_k_norm."];
-    shares && parts.iter().any(|own| part.starts_with(own))
+    let of_keys = config.shares_kv(layer) && parts.iter().any(|own| part.starts_with(own));
+    of_keys || config.family.is_hybrid() && layer >= config.num_hidden_layers
 }
 
 /// Returns the stack of the projections of Gemma 3n's residual streams that `module` is in, and its index.
@@ -149,6 +175,10 @@ pub(super) fn gguf_shape(spec: &ParameterSpec) -> Vec<i64> {
         ParameterRole::Conv1d => shape.reverse(),
         ParameterRole::Router if spec.module().ends_with(SHARED_GATE) => {
             shape.remove(0);
+        }
+        // The convolution of queries, keys and values `(C, 1, K)`.
+        _ if shape.len() == 3 => {
+            shape.remove(1);
         }
         _ => {}
     }
@@ -208,20 +238,11 @@ pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
     Some((0..heads).flat_map(of_head).collect())
 }
 
-/// Returns the row of the parameter `name` at each row of the file, if the orders differ.
-pub(super) fn stored_rows(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    let order = row_order(name, config)?;
-    let mut rows = vec![0; order.len()];
-    for (row, stored) in (0..).zip(order) {
-        rows[stored.unsigned_abs() as usize] = row;
-    }
-    Some(rows)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+    use super::super::placement::inverse;
     use super::*;
 
     #[test]
@@ -247,6 +268,9 @@ mod tests {
             F::Qwen2Moe,
             F::Gemma3n,
             F::Gemma4,
+            F::Qwen3Next,
+            F::Qwen35,
+            F::Qwen35Moe,
         ] {
             let mut config = LlamaConfig {
                 num_hidden_layers: 2,
@@ -270,7 +294,8 @@ mod tests {
                 0 => 0,
                 // The projections of residual streams lie in two.
                 _ if family == F::Gemma3n => 2,
-                _ => 2 * STACKS.len(),
+                // Gate, up and down of two layers.
+                _ => 2 * 3,
             };
             assert_eq!(
                 names.len(),
@@ -294,8 +319,7 @@ mod tests {
         };
         let order = row_order("model.layers.0.self_attn.q_proj.weight", &config);
         assert_eq!(order, Some(vec![0, 2, 1, 3, 4, 6, 5, 7]));
-        let stored = stored_rows("model.layers.0.self_attn.q_proj.weight", &config);
-        assert_eq!(stored, Some(vec![0, 2, 1, 3, 4, 6, 5, 7]));
+        assert_eq!(inverse(&[2, 0, 1]), [1, 2, 0]);
         assert_eq!(
             row_order("model.layers.0.self_attn.v_proj.weight", &config),
             None

@@ -9,7 +9,8 @@ use tch::{Kind, Tensor};
 
 use super::file_type::{GgufFileType, Mixture};
 use super::metadata::metadata;
-use super::names::{gguf_name, gguf_shape, stored_rows};
+use super::names::{gguf_name, gguf_shape};
+use super::placement::{inverse, placements};
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LoadProgress, ModelConfig, Result};
 
@@ -36,10 +37,14 @@ impl GgufOptions {
     }
 }
 
-/// A tensor of the file, and the parameters that lie in it: one, or the matrices of all experts.
+/// A tensor of the file, and the parameters that lie in it: one, some rows of one, or the matrices of all experts.
 struct Planned {
     info: GgufTensorInfo,
     parts: Vec<ParameterSpec>,
+    /// The shape of a part in the file.
+    shape: Vec<i64>,
+    /// The first stored row of the part.
+    first: i64,
 }
 
 impl CausalLm {
@@ -99,8 +104,14 @@ impl CausalLm {
         for tensor in &planned {
             for part in &tensor.parts {
                 let stored = weights.stored(part, config)?;
-                writer.write(&stored.f_reshape(gguf_shape(part))?)?;
-                report(part.numel());
+                let stored = match tensor.shape.first() {
+                    Some(&rows) if rows < stored.size()[0] => {
+                        stored.f_narrow(0, tensor.first, rows)?
+                    }
+                    _ => stored,
+                };
+                writer.write(&stored.f_reshape(tensor.shape.as_slice())?)?;
+                report(tensor.shape.iter().product());
             }
         }
         for (_, divisors) in &own.rope {
@@ -127,31 +138,50 @@ fn plan(config: &ModelConfig, file_type: GgufFileType) -> Result<Vec<Planned>> {
     let mut planned: Vec<Planned> = Vec::new();
     let mut stacks: HashMap<String, usize> = HashMap::new();
     for spec in config.parameters() {
-        let name = gguf_name(&spec.name, config).ok_or_else(|| {
-            overdrive_core::Error::internal(format!("`{}` has no name in GGUF files", spec.name))
-        })?;
-        if let Some(&index) = stacks.get(&name) {
-            let stack: &mut Planned = &mut planned[index];
-            stack.info.shape[0] += 1;
-            stack.parts.push(spec);
-            continue;
-        }
-        let mut shape = gguf_shape(&spec);
-        if crate::moe::expert_of(spec.module()).is_some() {
-            shape.insert(0, 1);
-            stacks.insert(name.clone(), planned.len());
-        }
-        let tensor_type = file_type.type_of(&name, &shape, mixture);
-        planned.push(Planned {
-            info: GgufTensorInfo {
-                name,
+        let mut first = 0;
+        for (name, shape) in stored_tensors(&spec, config)? {
+            if let Some(&index) = stacks.get(&name) {
+                let stack: &mut Planned = &mut planned[index];
+                stack.info.shape[0] += 1;
+                stack.parts.push(spec.clone());
+                continue;
+            }
+            let mut whole = shape.clone();
+            if crate::moe::expert_of(spec.module()).is_some() {
+                whole.insert(0, 1);
+                stacks.insert(name.clone(), planned.len());
+            }
+            let tensor_type = file_type.type_of(&name, &whole, mixture);
+            let rows = shape.first().copied().unwrap_or(0);
+            planned.push(Planned {
+                info: GgufTensorInfo {
+                    name,
+                    shape: whole,
+                    tensor_type,
+                },
+                parts: vec![spec.clone()],
                 shape,
-                tensor_type,
-            },
-            parts: vec![spec],
-        });
+                first,
+            });
+            first += rows;
+        }
     }
     Ok(planned)
+}
+
+/// Returns the tensors that hold a parameter, one behind the other, with their shapes.
+fn stored_tensors(spec: &ParameterSpec, config: &ModelConfig) -> Result<Vec<(String, Vec<i64>)>> {
+    let place = match config {
+        ModelConfig::Llama(config) => placements(spec, config).into_iter().next(),
+        ModelConfig::Gpt2(_) => None,
+    };
+    if let Some(place) = place {
+        return Ok(place.tensors);
+    }
+    let name = gguf_name(&spec.name, config).ok_or_else(|| {
+        overdrive_core::Error::internal(format!("`{}` has no name in GGUF files", spec.name))
+    })?;
+    Ok(vec![(name, gguf_shape(spec))])
 }
 
 /// The weights of a model by name.
@@ -193,14 +223,16 @@ impl Weights {
                 );
             }
         };
-        if let ModelConfig::Llama(config) = config {
-            if config.norm_adds_one() && spec.name.ends_with("norm.weight") {
-                // llama.cpp stores what these norms multiply by, transformers what they add to one.
-                weight = weight.f_add_scalar(1.0)?;
-            }
-            if let Some(rows) = stored_rows(&spec.name, config) {
-                let rows = Tensor::f_from_slice(&rows)?.f_to_device(weight.device())?;
-                weight = weight.f_index_select(0, &rows)?;
+        if let ModelConfig::Llama(config) = config
+            && let Some(place) = placements(spec, config).into_iter().next()
+        {
+            weight = place.form.written(weight)?;
+            for (dimension, order) in [(0, place.rows), (1, place.columns)] {
+                if let Some(order) = order {
+                    let order = Tensor::f_from_slice(&inverse(&order))?;
+                    let order = order.f_to_device(weight.device())?;
+                    weight = weight.f_index_select(dimension, &order)?;
+                }
             }
         }
         Ok(weight)

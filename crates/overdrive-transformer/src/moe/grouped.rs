@@ -30,13 +30,16 @@ pub(super) fn feed_forward(
     if overdrive_quantization::is_observed() {
         return Ok(None);
     }
+    let Some(activation) = experts.first().and_then(GatedMlp::activation) else {
+        return Ok(None);
+    };
     let (mut inner, mut outer) = (Vec::new(), Vec::new());
     for expert in experts {
-        let weights: Vec<&Tensor> = expert.layers().filter_map(|l| l.dense_weight()).collect();
-        let &[gate, up, down] = weights.as_slice() else {
+        let weights: Option<Vec<&Tensor>> = expert.layers().map(|l| l.dense_weight()).collect();
+        let Some((&down, joint)) = weights.as_deref().and_then(<[_]>::split_last) else {
             return Ok(None);
         };
-        inner.extend([gate, up]);
+        inner.extend(joint);
         outer.push(down);
     }
     let count = experts.len() as i64;
@@ -44,8 +47,7 @@ pub(super) fn feed_forward(
         stack(&inner, count, x.kind())?,
         stack(&outer, count, x.kind())?,
     );
-    let activation = experts.first().and_then(GatedMlp::activation);
-    let ((Some(inner_stack), Some(outer_stack)), Some(activation)) = (stacks, activation) else {
+    let (Some(inner_stack), Some(outer_stack)) = stacks else {
         return Ok(None);
     };
     let joint = linear(x, ends, &inner, inner_stack)?;

@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use super::balance::{ExpertLoad, LoadBalance};
 use super::dispatch::Dispatch;
 use super::grouped;
-use super::names::{expert_modules, packed_expert_modules};
+use super::names::{ExpertModules, expert_modules};
 use super::router::{Router, Routing};
 use super::shared::SharedExpert;
 use crate::Result;
@@ -13,7 +13,7 @@ use crate::clamped_swiglu::ClampedSwiglu;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
-use crate::projections::LinearVisitor;
+use crate::projections::{LinearVisitor, ParameterVisitor};
 
 /// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token,
 /// and an expert that computes every token, if the model has one.
@@ -35,13 +35,12 @@ impl MixtureOfExperts {
         experts: &ExpertsConfig,
     ) -> Result<MixtureOfExperts> {
         let expert = |index| {
+            let ExpertModules { joint, down } = expert_modules(config.family, prefix, index);
             if config.family == LlamaFamily::GptOss {
-                let [gate_up, down] = packed_expert_modules(prefix, index);
                 let gate = ClampedSwiglu::new(experts);
-                return GatedMlp::take_clamped(parameters, &gate_up, &down, gate);
+                return GatedMlp::take_clamped(parameters, &joint, &down, gate);
             }
-            let [gate, up, down] = expert_modules(config.family, prefix, index);
-            GatedMlp::take(parameters, &[gate, up], &down, config)
+            GatedMlp::take(parameters, &joint, &down, config)
         };
         Ok(MixtureOfExperts {
             experts: (0..experts.num_experts)
@@ -92,15 +91,36 @@ impl MixtureOfExperts {
         let load = balance
             .is_wanted
             .then(|| ExpertLoad::of(&routing, balance.mask.as_ref()));
-        let y = self.compute(&rows, &routing, fused)?;
-        let mut y = y.f_to_kind(x.kind())?;
+        let mut y = self.compute(&rows, &routing, fused)?;
         if let Some(shared) = &self.shared {
             y = y.f_add(&shared.forward(&rows, fused)?)?;
         }
         Ok((y.f_view(size.as_slice())?, load.transpose()?))
     }
 
-    /// Computes the chosen experts of the rows `x (N, C)` and adds them up.
+    /// Computes the experts of `x (…, C)` that the router chooses by `residual (…, C)` in its place (Gemma 4).
+    pub(crate) fn forward_chosen_by(
+        &self,
+        residual: &Tensor,
+        x: &Tensor,
+        fused: bool,
+    ) -> Result<Tensor> {
+        let rows = |x: &Tensor| x.f_flatten(0, -2);
+        let routing = self.router.route(&rows(residual)?, fused)?;
+        let y = self.compute(&rows(x)?, &routing, fused)?;
+        Ok(y.f_view_as(x)?)
+    }
+
+    /// Lends the parameters of the router that are not of a linear layer.
+    pub(crate) fn visit_parameters(
+        &mut self,
+        prefix: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_nn::Result<()> {
+        self.router.visit_parameters(prefix, visit)
+    }
+
+    /// Computes the chosen experts of the rows `x (N, C)` and adds them up, in the dtype of `x`.
     pub(super) fn compute(&self, x: &Tensor, routing: &Routing, fused: bool) -> Result<Tensor> {
         let dispatch = Dispatch::new(routing, self.experts.len() as i64)?;
         let sorted = dispatch.sort(x, fused)?;
@@ -111,7 +131,8 @@ impl MixtureOfExperts {
             Some(y) => y,
             None => self.one_by_one(&sorted, &dispatch.counts()?, fused)?,
         };
-        dispatch.combine(&y, &routing.weights, fused)
+        let sum = dispatch.combine(&y, &routing.weights, fused)?;
+        Ok(sum.f_to_kind(x.kind())?)
     }
 
     /// Computes each expert for its `counts` rows of `sorted`.

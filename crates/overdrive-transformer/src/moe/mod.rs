@@ -10,7 +10,9 @@ mod dispatch;
 mod grouped;
 mod layer;
 mod names;
+mod parameters;
 mod router;
+mod router_scales;
 mod rows;
 mod shared;
 #[cfg(test)]
@@ -18,8 +20,6 @@ mod tests;
 
 pub(crate) use balance::{ExpertLoad, LoadBalance};
 pub(crate) use layer::MixtureOfExperts;
-pub(crate) use names::{
-    correction_name, expert_modules, expert_of, is_correction, packed_expert_modules,
-    router_module, shared_gate_module, shared_modules,
-};
+pub(crate) use names::{correction_name, expert_of, is_correction, router_scale_names};
+pub(crate) use parameters::{adjacent, weights};
 pub(crate) use router::Routing;

@@ -2,34 +2,54 @@
 
 use crate::LlamaFamily;
 
-/// The names of gate, up and down of an expert: of Mixtral, and of Qwen's mixtures.
+/// The name of gate and up of an expert in one layer (gpt-oss, Gemma 4).
+const GATE_UP: &str = "gate_up_proj";
+
+/// The names of gate, up and down of an expert: of Mixtral, and of the others.
 const PARTS: [[&str; 3]; 2] = [["w1", "w3", "w2"], ["gate_proj", "up_proj", "down_proj"]];
 
-/// Returns the name of the module of the experts in the block `prefix`, and those of the parts of an expert.
-fn modules(family: LlamaFamily, prefix: &str) -> (String, [&'static str; 3]) {
-    match family {
-        LlamaFamily::Mixtral => (format!("{prefix}.block_sparse_moe"), PARTS[0]),
-        _ => (format!("{prefix}.mlp"), PARTS[1]),
+/// The names of the layers of an expert, without `.weight`.
+pub(crate) struct ExpertModules {
+    /// Gate and up, in one layer or two.
+    pub(crate) joint: Vec<String>,
+    pub(crate) down: String,
+}
+
+/// Returns the names of the layers of an expert in the block `prefix`.
+pub(crate) fn expert_modules(family: LlamaFamily, prefix: &str, expert: i64) -> ExpertModules {
+    let block = match family {
+        LlamaFamily::Mixtral => format!("{prefix}.block_sparse_moe"),
+        LlamaFamily::Gemma4 => prefix.to_owned(),
+        _ => format!("{prefix}.mlp"),
+    };
+    let name = |part: &str| format!("{block}.experts.{expert}.{part}");
+    let [gate, up, down] = match family {
+        LlamaFamily::Mixtral => PARTS[0],
+        _ => PARTS[1],
+    };
+    let joint = match family.has_packed_experts() {
+        true => vec![name(GATE_UP)],
+        false => vec![name(gate), name(up)],
+    };
+    ExpertModules {
+        joint,
+        down: name(down),
     }
-}
-
-/// Returns the names of gate, up and down of an expert, without `.weight`.
-pub(crate) fn expert_modules(family: LlamaFamily, prefix: &str, expert: i64) -> [String; 3] {
-    let (block, parts) = modules(family, prefix);
-    parts.map(|part| format!("{block}.experts.{expert}.{part}"))
-}
-
-/// Returns the names of the two layers of an expert of gpt-oss, gate and up in one, without `.weight`.
-pub(crate) fn packed_expert_modules(prefix: &str, expert: i64) -> [String; 2] {
-    ["gate_up_proj", "down_proj"].map(|part| format!("{prefix}.mlp.experts.{expert}.{part}"))
 }
 
 /// Returns the name of the router, without `.weight`.
 pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
     match family {
         LlamaFamily::GptOss => format!("{prefix}.mlp.router"),
-        _ => format!("{}.gate", modules(family, prefix).0),
+        LlamaFamily::Gemma4 => format!("{prefix}.router.proj"),
+        LlamaFamily::Mixtral => format!("{prefix}.block_sparse_moe.gate"),
+        _ => format!("{prefix}.mlp.gate"),
     }
+}
+
+/// Returns the names of the factors of the channels and of the experts in a router of Gemma 4.
+pub(crate) fn router_scale_names(prefix: &str) -> [String; 2] {
+    ["scale", "per_expert_scale"].map(|name| format!("{prefix}.router.{name}"))
 }
 
 /// Returns the name of the corrections of a router's scores (DeepSeek-V3).
@@ -56,14 +76,18 @@ pub(crate) fn shared_gate_module(prefix: &str) -> String {
     format!("{prefix}.mlp.shared_expert_gate")
 }
 
-/// Returns the layer, the expert and the part (0 gate, 1 up, 2 down) that `module` names, if it is a part of an
-/// expert.
+/// Returns the layer, the expert and the part (0 gate, 1 up, 2 down, 3 gate and up) that `module` names, if it is a part
+/// of an expert.
 pub(crate) fn expert_of(module: &str) -> Option<(&str, usize, usize)> {
     let (layer, rest) = module.strip_prefix("model.layers.")?.split_once('.')?;
     let rest = rest
         .strip_prefix("block_sparse_moe.experts.")
-        .or_else(|| rest.strip_prefix("mlp.experts."))?;
+        .or_else(|| rest.strip_prefix("mlp.experts."))
+        .or_else(|| rest.strip_prefix("experts."))?;
     let (expert, part) = rest.split_once('.')?;
+    if part == GATE_UP {
+        return Some((layer, expert.parse().ok()?, 3));
+    }
     let mut parts = PARTS.iter().flat_map(|parts| parts.iter().enumerate());
     let (part, _) = parts.find(|(_, name)| **name == part)?;
     Some((layer, expert.parse().ok()?, part))
@@ -79,9 +103,14 @@ mod tests {
             LlamaFamily::Mixtral,
             LlamaFamily::Qwen2Moe,
             LlamaFamily::Qwen3Moe,
+            LlamaFamily::Gemma4,
         ] {
-            let names = expert_modules(family, "model.layers.7", 12);
-            for (part, name) in names.iter().enumerate() {
+            let ExpertModules { joint, down } = expert_modules(family, "model.layers.7", 12);
+            let parts: &[usize] = match joint.len() {
+                1 => &[3, 2],
+                _ => &[0, 1, 2],
+            };
+            for (&part, name) in parts.iter().zip(joint.iter().chain([&down])) {
                 assert_eq!(expert_of(name), Some(("7", 12, part)), "{name}");
             }
             let router = router_module(family, "model.layers.7");

@@ -2,10 +2,12 @@ use overdrive_nn::Linear;
 use tch::{Kind, Tensor};
 
 use super::names::{correction_name, router_module};
+use super::router_scales::RouterScales;
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
+use crate::gates::sigmoid;
 use crate::parameters::ParameterMap;
-use crate::projections::{LinearVisitor, visit_linear};
+use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
 
 /// The choice of experts for `N` tokens.
 #[derive(Debug)]
@@ -26,7 +28,7 @@ pub(crate) struct Router {
     /// If `true`, the weights of a token sum to one.
     normalises: bool,
     /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are, and those of
-    /// Mixtral and DeepSeek are not.
+    /// Mixtral, DeepSeek and Gemma 4 are not.
     rounds: bool,
     /// The number of groups of experts, and of those that the experts of a token are chosen from (DeepSeek).
     groups: Option<[i64; 2]>,
@@ -34,6 +36,8 @@ pub(crate) struct Router {
     correction: Option<Tensor>,
     /// The factor of the weights (DeepSeek).
     scale: f64,
+    /// The factors of channels and experts (Gemma 4).
+    scales: Option<RouterScales>,
 }
 
 impl Router {
@@ -46,6 +50,7 @@ impl Router {
         let mixtral = config.family == LlamaFamily::Mixtral;
         // The softmax over the scores of the chosen experts alone is the division by their sum.
         let gpt_oss = config.family == LlamaFamily::GptOss;
+        let gemma = config.family == LlamaFamily::Gemma4;
         let name = router_module(config.family, prefix);
         let corrected = config.family == LlamaFamily::DeepseekV3;
         let correction = corrected.then(|| parameters.take(&correction_name(prefix)));
@@ -53,10 +58,13 @@ impl Router {
             gate: parameters.take_linear(&name, config.has_mlp_bias())?,
             per_token: experts.num_experts_per_tok,
             normalises: mixtral || gpt_oss || experts.norm_topk_prob,
-            rounds: !mixtral && !config.family.is_deepseek(),
+            rounds: !mixtral && !gemma && !config.family.is_deepseek(),
             groups: experts.groups(),
             correction: correction.transpose()?,
             scale: experts.routed_scaling_factor,
+            scales: gemma
+                .then(|| RouterScales::take(parameters, prefix, config))
+                .transpose()?,
         })
     }
 
@@ -68,16 +76,32 @@ impl Router {
         visit_linear(&mut self.gate, visit)
     }
 
+    /// Lends the parameters that are not of a linear layer. The corrections are none that adapters could train.
+    pub(super) fn visit_parameters(
+        &mut self,
+        prefix: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_nn::Result<()> {
+        match &mut self.scales {
+            Some(scales) => scales.visit_parameters(prefix, visit),
+            None => Ok(()),
+        }
+    }
+
     /// Chooses the experts of the rows `x (N, C)`.
     pub(super) fn route(&self, x: &Tensor, fused: bool) -> Result<Routing> {
-        let scores = self.gate.forward_with(x, fused)?;
+        let scored = self.scales.as_ref().map(|scales| scales.scored(x, fused));
+        let scored = scored.transpose()?;
+        let scores = self
+            .gate
+            .forward_with(scored.as_ref().unwrap_or(x), fused)?;
         let kind = match scores.kind() {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
         };
         let probabilities = match &self.correction {
             None => scores.f_softmax(-1, kind)?,
-            Some(_) => scores.f_to_kind(kind)?.f_sigmoid()?,
+            Some(_) => sigmoid(&scores.f_to_kind(kind)?, fused)?,
         };
         let (mut weights, experts) = match self.preferences(&probabilities)? {
             None => probabilities.f_topk(self.per_token, -1, true, true)?,
@@ -96,6 +120,9 @@ impl Router {
         }
         if self.scale != 1.0 {
             weights = weights.f_mul_scalar(self.scale)?;
+        }
+        if let Some(scales) = &self.scales {
+            weights = scales.scaled(&weights, &experts)?;
         }
         if self.rounds {
             weights = weights.f_to_kind(scores.kind())?;

@@ -6,6 +6,7 @@ use tch::Tensor;
 use super::names::{shared_gate_module, shared_modules};
 use crate::Result;
 use crate::config::LlamaConfig;
+use crate::gates::sigmoid;
 use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
@@ -49,7 +50,7 @@ impl SharedExpert {
         let y = self.mlp.forward(x, fused)?;
         match &self.gate {
             None => Ok(y),
-            Some(gate) => Ok(y.f_mul(&gate.forward_with(x, fused)?.f_sigmoid()?)?),
+            Some(gate) => Ok(y.f_mul(&sigmoid(&gate.forward_with(x, fused)?, fused)?)?),
         }
     }
 

@@ -5,7 +5,8 @@ use overdrive_core::random::Generator;
 use tch::{Kind, Tensor};
 
 use super::dispatch::Dispatch;
-use super::{LoadBalance, MixtureOfExperts, Routing, expert_modules, grouped, router_module};
+use super::names::{ExpertModules, expert_modules, router_module};
+use super::{LoadBalance, MixtureOfExperts, Routing, grouped};
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::parameters::{ModelTensors, ParameterMap};
 
@@ -40,15 +41,13 @@ fn layer(count: i64, per_token: i64, kind: Kind) -> (MixtureOfExperts, Vec<(Stri
     let router = router_module(LlamaFamily::Mixtral, "p");
     let mut parameters = vec![(format!("{router}.weight"), random(3, count, HIDDEN))];
     for expert in 0..count {
-        let [gate, up, down] = expert_modules(LlamaFamily::Mixtral, "p", expert);
-        let start = 2 * expert * INNER;
-        for (name, weight) in [
-            (gate, inner.narrow(0, start, INNER)),
-            (up, inner.narrow(0, start + INNER, INNER)),
-            (down, outer.narrow(0, expert * HIDDEN, HIDDEN)),
-        ] {
+        let ExpertModules { joint, down } = expert_modules(LlamaFamily::Mixtral, "p", expert);
+        for (name, half) in joint.iter().zip(2 * expert..) {
+            let weight = inner.narrow(0, half * INNER, INNER);
             parameters.push((format!("{name}.weight"), weight));
         }
+        let weight = outer.narrow(0, expert * HIDDEN, HIDDEN);
+        parameters.push((format!("{down}.weight"), weight));
     }
     for (_, parameter) in &parameters {
         let _same = parameter.set_requires_grad(true);

@@ -3,6 +3,7 @@ use tch::Tensor;
 
 use super::PerLayerAttention;
 use super::altup::{AltUp, Laurel};
+use super::experts::ParallelExperts;
 use super::inputs::InputGate;
 use crate::attention::AttentionStep;
 use crate::config::PerLayerConfig;
@@ -28,6 +29,7 @@ pub(crate) struct PerLayerBlock {
     norms: [RmsNorm; 4],
     attention: PerLayerAttention,
     mlp: FeedForward,
+    experts: Option<ParallelExperts>,
     input: Option<InputGate>,
     /// The parallel residual streams and the learned residual connection (Gemma 3n).
     streams: Option<(AltUp, Laurel)>,
@@ -51,6 +53,9 @@ impl PerLayerBlock {
             let laurel = Laurel::take(parameters, prefix, config)?;
             Ok::<_, crate::Error>((AltUp::take(parameters, prefix, config, altup)?, laurel))
         });
+        let experts = config.experts.as_ref();
+        let experts =
+            experts.map(|experts| ParallelExperts::take(parameters, prefix, config, experts));
         let scalar =
             (sizes.altup.is_none()).then(|| parameters.take(&format!("{prefix}.layer_scalar")));
         Ok(PerLayerBlock {
@@ -58,6 +63,7 @@ impl PerLayerBlock {
             norms: [first?, second?, third?, fourth?],
             attention: PerLayerAttention::take(parameters, prefix, config, layer)?,
             mlp: FeedForward::take(parameters, layer, config)?,
+            experts: experts.transpose()?,
             input: input.transpose()?,
             streams: streams.transpose()?,
             scalar: scalar.transpose()?,
@@ -122,7 +128,10 @@ impl PerLayerBlock {
                 (before_mlp.forward(&sum, fused)?, sum)
             }
         };
-        let (delta, _) = self.mlp.forward(&normalised, fused, balance)?;
+        let (mut delta, _) = self.mlp.forward(&normalised, fused, balance)?;
+        if let Some(experts) = &self.experts {
+            delta = experts.add_to(&delta, &x, fused)?;
+        }
         Ok(x.f_add(&after_mlp.forward(&delta, fused)?)?)
     }
 
@@ -131,12 +140,16 @@ impl PerLayerBlock {
         let streams = streams.flat_map(|(altup, laurel)| altup.layers().chain(laurel.layers()));
         let own = self.attention.layers().chain(self.mlp.layers());
         let input = self.input.iter().flat_map(InputGate::layers);
-        own.chain(streams).chain(input)
+        let experts = self.experts.iter().flat_map(ParallelExperts::layers);
+        own.chain(streams).chain(input).chain(experts)
     }
 
     pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.attention.visit(visit)?;
         self.mlp.visit(visit)?;
+        if let Some(experts) = &mut self.experts {
+            experts.visit(visit)?;
+        }
         if let Some((altup, laurel)) = &mut self.streams {
             altup.visit(visit)?;
             laurel.visit(visit)?;
@@ -158,6 +171,9 @@ impl PerLayerBlock {
         self.attention.visit_parameters(prefix, visit)?;
         for (name, norm) in NORMS.iter().zip(&mut self.norms) {
             norm.visit_parameters(&format!("{prefix}.{name}"), visit)?;
+        }
+        if let Some(experts) = &mut self.experts {
+            experts.visit_parameters(prefix, visit)?;
         }
         if let Some((altup, laurel)) = &mut self.streams {
             altup.visit_parameters(prefix, visit)?;

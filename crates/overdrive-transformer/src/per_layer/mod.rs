@@ -4,6 +4,7 @@
 mod altup;
 mod attention;
 mod block;
+mod experts;
 mod gaussian_top_k;
 mod inputs;
 mod parameters;
@@ -12,6 +13,7 @@ use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
 
 use crate::config::PerLayerConfig;
+use crate::moe;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor};
 use crate::{LlamaConfig, Result};
@@ -37,7 +39,12 @@ impl PerLayerModel {
             PerLayerAttention::joint_names(&format!("model.layers.{layer}"), config, layer)
         });
         let altup = sizes.altup.iter().map(Streams::joint_names);
-        layers.chain(altup).collect()
+        let experts = config.experts.iter().flat_map(|experts| {
+            let layers = 0..config.num_hidden_layers;
+            layers
+                .flat_map(|layer| moe::adjacent(config, &format!("model.layers.{layer}"), experts))
+        });
+        layers.chain(altup).chain(experts).collect()
     }
 
     /// Takes the modules of a model of dtype `kind`.

@@ -1,6 +1,8 @@
 use super::altup::Streams;
+use super::experts;
 use crate::config::PerLayerConfig;
-use crate::mlp::FeedForward;
+use crate::mlp::{FeedForward, WeightSpec};
+use crate::moe;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{Init, LlamaConfig};
 
@@ -30,6 +32,14 @@ impl List {
         }
     }
 
+    fn weights(&mut self, weights: Vec<WeightSpec>) {
+        let init = Init::Normal { std: self.std };
+        let spec = |(name, shape, role): WeightSpec| {
+            ParameterSpec::new(format!("{name}.weight"), &shape, init, role)
+        };
+        self.all.extend(weights.into_iter().map(spec));
+    }
+
     fn norm(&mut self, name: &str, width: i64) {
         let name = format!("{name}.weight");
         self.add(&name, &[width], Init::Ones, ParameterRole::Other);
@@ -52,15 +62,7 @@ pub(crate) fn block_parameters(
         list.add("layer_scalar", &[1], Init::Ones, ParameterRole::Other);
     }
     attention_parameters(&mut list, config, layer, sizes.altup.is_some());
-    for (name, shape, role) in FeedForward::weights(config, layer) {
-        let init = Init::Normal { std: list.std };
-        list.all.push(ParameterSpec::new(
-            format!("{name}.weight"),
-            &shape,
-            init,
-            role,
-        ));
-    }
+    list.weights(FeedForward::weights(config, layer));
     let hidden = config.hidden_size;
     for (_, name) in config.family.block_norms() {
         list.norm(name, hidden);
@@ -86,6 +88,19 @@ pub(crate) fn block_parameters(
         list.linear("per_layer_input_gate", [width, hidden], false);
         list.linear("per_layer_projection", [hidden, width], false);
         list.norm("post_per_layer_input_norm", hidden);
+    }
+    if let Some(experts) = &config.experts {
+        for (name, width) in moe::router_scale_names(&list.prefix)
+            .into_iter()
+            .zip([hidden, experts.num_experts])
+        {
+            let spec = ParameterSpec::new(name, &[width], Init::Ones, ParameterRole::Other);
+            list.all.push(spec);
+        }
+        list.weights(moe::weights(config, &list.prefix, experts));
+        for name in experts::NORMS {
+            list.norm(name, hidden);
+        }
     }
     list.all
 }
@@ -134,15 +149,8 @@ pub(crate) fn model_parameters(config: &LlamaConfig, sizes: &PerLayerConfig) -> 
         list.norm("per_layer_projection_norm", width);
     }
     if let Some(altup) = &sizes.altup {
-        for name in Streams::names(altup) {
-            let init = Init::Normal { std: list.std };
-            list.all.push(ParameterSpec::new(
-                format!("{name}.weight"),
-                &[hidden, hidden],
-                init,
-                ParameterRole::Linear,
-            ));
-        }
+        let weight = |name| (name, [hidden, hidden], ParameterRole::Linear);
+        list.weights(Streams::names(altup).into_iter().map(weight).collect());
     }
     list.all
 }

@@ -14,7 +14,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 49] = [
+pub(crate) const CASES: [&str; 50] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -64,6 +64,7 @@ pub(crate) const CASES: [&str; 49] = [
     "gemma3n",
     "gemma4",
     "gemma4_dense",
+    "gemma4_moe",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

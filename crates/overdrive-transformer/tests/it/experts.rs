@@ -84,6 +84,12 @@ fn experts_take_adapters_under_their_names_on_disk() {
         ),
         // 2 layers of 4 experts.
         ("gpt_oss", vec!["gate_up_proj", "down_proj"], 2 * 4 * 2),
+        // 3 layers of 6 experts and a block beside them.
+        (
+            "gemma4_moe",
+            vec!["gate_up_proj", "down_proj"],
+            3 * (6 * 2 + 1),
+        ),
     ] {
         let want = expected(case);
         let ids = &want["input_ids"];
@@ -232,6 +238,11 @@ fn active_parameters_are_those_of_the_chosen_experts() {
     assert_eq!(
         model.active_share("model.layers.0.self_attn.q_proj.weight"),
         1.0
+    );
+    let model = load("gemma4_moe");
+    assert_eq!(
+        model.num_parameters() - model.num_active_parameters(),
+        3 * (6 - 2) * 3 * 32 * 16
     );
     let dense = load("mistral");
     assert_eq!(dense.num_active_parameters(), dense.num_parameters());

@@ -1,6 +1,9 @@
 //! Gemma 3n and Gemma 4: layers that share keys and values over every cache, training, sizes of layers, and the text of
 //! models with images and audio; the tests of all families have their fixtures, too.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
 use overdrive_checkpointing::Schedule;
 use overdrive_kv_cache::{
     AttendOptions, CacheImplementation, CacheShape, DynamicCache, Error, KvCache, KvView,
@@ -16,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
 
-const CASES: [&str; 3] = ["gemma3n", "gemma4", "gemma4_dense"];
+const CASES: [&str; 4] = ["gemma3n", "gemma4", "gemma4_dense", "gemma4_moe"];
 
 fn logits(model: &CausalLm, ids: &Tensor) -> Tensor {
     tch::no_grad(|| model.forward(ForwardInput::new(ids)).unwrap())
@@ -92,6 +95,7 @@ fn a_cache_has_a_layer_for_each_layer_with_keys_of_its_own() {
         heads("gemma4_dense"),
         (3, 3, vec![(2, 8), (1, 16), (1, 16)])
     );
+    assert_eq!(heads("gemma4_moe"), heads("gemma4_dense"));
 
     let model = load("gemma4");
     let ids = &expected("gemma4")["input_ids"];
@@ -220,7 +224,9 @@ fn adapters_over_all_layers_are_trained_and_count_over_a_cache() {
         ("gemma3n", nf4.clone()),
         ("gemma4", None),
         ("gemma4", nf4.clone()),
-        ("gemma4_dense", nf4),
+        ("gemma4_dense", nf4.clone()),
+        ("gemma4_moe", None),
+        ("gemma4_moe", nf4),
     ] {
         let ids = &expected(case)["input_ids"];
         let options = LoadOptions {
@@ -253,6 +259,35 @@ fn adapters_over_all_layers_are_trained_and_count_over_a_cache() {
         let difference = max_difference(&cached, &after);
         assert!(difference < 1e-5, "{case}: {difference}");
     }
+}
+
+#[test]
+fn experts_of_gemma4_are_written_as_they_were_read_and_quantized_ones_one_by_one() {
+    let case = "gemma4_moe";
+    let (mut model, ids) = (load(case), &expected(case)["input_ids"]);
+    let tensors = |dir: &Path| -> BTreeMap<String, Tensor> {
+        let tensors = Tensor::read_safetensors(dir.join("model.safetensors")).unwrap();
+        tensors.into_iter().collect()
+    };
+    let saved = |model: &CausalLm| {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Default::default();
+        model.save_pretrained(dir.path(), &options).unwrap();
+        dir
+    };
+    assert_eq!(
+        tensors(saved(&model).path()),
+        tensors(&fixture(case)),
+        "the tensors of the fixture"
+    );
+    let options = QuantizeOptions::new("int8".parse().unwrap());
+    model.quantize(&options).unwrap();
+    let dir = saved(&model);
+    let name = "model.layers.2.experts.5.gate_up_proj.";
+    let names = tensors(dir.path()).into_keys();
+    assert!(names.into_iter().any(|own| own.starts_with(name)));
+    let again = CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+    assert_eq!(logits(&again, ids), logits(&model, ids));
 }
 
 #[test]
@@ -344,8 +379,15 @@ fn configurations_that_cannot_be_computed_are_refused_by_their_keys() {
     for (family, changes, part) in [
         (
             fourth,
-            json!({"enable_moe_block": true}),
-            "`enable_moe_block`",
+            json!({"enable_moe_block": true, "num_experts": 4, "moe_intermediate_size": 8}),
+            "`top_k_experts` is null",
+        ),
+        (
+            fourth,
+            json!({
+                "enable_moe_block": true, "num_experts": 4, "moe_intermediate_size": 8, "top_k_experts": 5
+            }),
+            "`top_k_experts` is 5; it must be at most num_experts (4)",
         ),
         (
             fourth,
@@ -466,7 +508,7 @@ fn configurations_that_cannot_be_computed_are_refused_by_their_keys() {
 
 #[test]
 fn configurations_are_written_as_they_were_read() {
-    for case in ["gemma3n", "gemma4", "gemma4_dense", "gemma4_multimodal"] {
+    for case in CASES.into_iter().chain(["gemma4_multimodal"]) {
         let config = ModelConfig::from_dir(fixture(case)).unwrap();
         let written = Value::Object(config.to_json());
         let again = ModelConfig::from_json(&written.to_string()).unwrap();

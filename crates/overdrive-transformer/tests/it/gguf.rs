@@ -1,8 +1,10 @@
 //! Models from GGUF files against transformers with the same weights.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use overdrive_quantization::{Activations, GgufFile, Scheme};
+use overdrive_quantization::{
+    Activations, GgufArray, GgufFile, GgufTensorInfo, GgufType, GgufValue, GgufWriter, Scheme,
+};
 use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
     CausalLm, Error, ForwardInput, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
@@ -45,7 +47,7 @@ fn difference(model: &CausalLm, name: &str) -> f64 {
 
 #[test]
 fn logits_of_every_architecture_equal_those_of_transformers() {
-    for name in ["qwen3", "gemma2", "qwen3moe"] {
+    for name in ["qwen3", "gemma2", "qwen3moe", "qwen35moe"] {
         let path = fixture(&format!("{name}.gguf"));
         let options = LoadOptions {
             kind: Some(Kind::Float),
@@ -108,15 +110,21 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "gemma3n",
         "gemma4",
         "gemma4_dense",
+        "gemma4_moe",
+        "qwen3next",
+        "qwen35",
     ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
         // The kernels round activations to 8 bits otherwise.
         model.set_activations(Activations::Float).unwrap();
-        // Norms, biases, and routers with their coefficients are all that is dense.
+        // Norms, biases, convolutions, and routers with their coefficients are all that is dense.
         let dense = model.named_parameters();
         let small = |(name, tensor): &(String, Tensor)| {
-            tensor.dim() == 1 || name.ends_with("gate.weight") || name.contains(".altup.")
+            let ends = ["gate.weight", "router.proj.weight", "conv1d.weight"];
+            tensor.dim() == 1
+                || ends.iter().any(|end| name.ends_with(end))
+                || name.contains(".altup.")
         };
         assert!(dense.iter().all(small), "{name}");
         let difference = difference(&model, name);
@@ -297,7 +305,8 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, olmo2, granite, glm4, qwen2moe"
+         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, olmo2, granite, glm4, qwen2moe, \
+         qwen3next, qwen35, qwen35moe"
     );
 }
 
@@ -357,4 +366,62 @@ fn experts_of_a_file_are_those_of_its_metadata() {
         error.to_string(),
         "`num_experts_per_tok` is 7; it must be at most num_experts (6)"
     );
+}
+
+/// Writes the tensors of `name` in f32 with other metadata, and one more tensor.
+fn rewritten(name: &str, metadata: &[(&str, GgufValue)], more: &str, path: &Path) {
+    let file = GgufFile::open(fixture(&format!("{name}.gguf"))).unwrap();
+    let mut values = file.metadata().clone();
+    let changed = metadata.iter().cloned();
+    values.extend(changed.map(|(key, value)| (key.to_owned(), value)));
+    let tensors = file.tensors().map(|tensor| {
+        let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+        (tensor.name().to_owned(), numbers)
+    });
+    let tensors: Vec<(String, Tensor)> = tensors
+        .chain([(
+            more.to_owned(),
+            Tensor::ones([2], (Kind::Float, Device::Cpu)),
+        )])
+        .collect();
+    let info = |(name, tensor): &(String, Tensor)| GgufTensorInfo {
+        name: name.clone(),
+        shape: tensor.size(),
+        tensor_type: GgufType::F32,
+    };
+    let infos = tensors.iter().map(info).collect();
+    let mut writer = GgufWriter::create(path, &values, infos).unwrap();
+    for (_, tensor) in &tensors {
+        writer.write(tensor).unwrap();
+    }
+    writer.finish().unwrap();
+}
+
+#[test]
+fn layers_that_predict_further_tokens_are_not_read_and_types_of_layers_may_be_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let further = [
+        ("qwen35.block_count", GgufValue::U32(3)),
+        ("qwen35.nextn_predict_layers", GgufValue::U32(1)),
+        ("qwen35.full_attention_interval", GgufValue::U32(7)),
+        (
+            "qwen35.attention.recurrent_layers",
+            GgufValue::Array(GgufArray::Bool(vec![true, false, false])),
+        ),
+    ];
+    rewritten("qwen35", &further, "blk.2.nextn.enorm.weight", &path);
+    let model = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+    assert_eq!(model.num_layers(), 2);
+    let difference = difference(&model, "qwen35");
+    assert!(difference < 1e-4, "{difference:.1e}");
+    // In a layer that is read, another tensor is an error.
+    rewritten("qwen35", &further, "blk.1.nextn.enorm.weight", &path);
+    let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("blk.1.nextn"), "{error}");
+    let short = GgufValue::Array(GgufArray::Bool(vec![true]));
+    let short = [("qwen35.attention.recurrent_layers", short)];
+    rewritten("qwen35", &short, "blk.2.nextn.enorm.weight", &path);
+    let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("recurrent_layers"), "{error}");
 }

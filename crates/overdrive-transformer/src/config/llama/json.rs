@@ -2,6 +2,7 @@
 
 use super::LlamaConfig;
 use crate::config::delta_net::DeltaNetConfig;
+use crate::config::experts::ExpertsConfig;
 use crate::config::family::{LayerType, LlamaFamily, layer_types};
 use crate::config::fields::{self, Fields, bad, ids_to_json};
 use crate::config::rope_scaling::RopeScaling;
@@ -89,7 +90,9 @@ impl LlamaConfig {
         if family == LlamaFamily::SmolLm3 {
             config.read_rotary_layers(&mut fields)?;
         }
-        if let Some(experts) = &mut config.experts {
+        if family == LlamaFamily::Gemma4 {
+            config.experts = ExpertsConfig::read_gemma4(&mut fields)?;
+        } else if let Some(experts) = &mut config.experts {
             experts.read(family, &mut fields)?;
         }
         if let Some(mla) = &mut config.mla {

@@ -227,7 +227,8 @@ impl LlamaConfig {
 
     fn check_experts(&self) -> Result<()> {
         let needed = ExpertsConfig::of(self.family).is_some();
-        let Some(experts) = self.experts.as_ref().filter(|_| needed) else {
+        let may_have = needed || self.family == LlamaFamily::Gemma4;
+        let Some(experts) = self.experts.as_ref().filter(|_| may_have) else {
             if needed == self.experts.is_some() {
                 return Ok(());
             }
