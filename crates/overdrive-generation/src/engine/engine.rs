@@ -171,7 +171,7 @@ impl<M: EngineModel> Engine<M> {
                 num_blocks,
                 has_text: false,
                 adapters: model.adapters().into_iter().map(Arc::from).collect(),
-                vision: model.vision().cloned(),
+                vision: model.vision().cloned().map(Arc::new),
             },
             tokenizer: None,
             assistant: None,
@@ -225,7 +225,7 @@ impl<M: EngineModel> Engine<M> {
 
     /// Returns the vision tower and the tokens of images, if the model sees images.
     pub fn vision(&self) -> Option<&VisionConfig> {
-        self.limits.vision.as_ref()
+        self.limits.vision.as_deref()
     }
 
     /// Submits a request; the following steps compute it.

@@ -248,7 +248,7 @@ impl EngineHandle {
 
     /// Returns the vision tower and the tokens of images, if the model sees images.
     pub fn vision(&self) -> Option<&VisionConfig> {
-        self.limits.vision.as_ref()
+        self.limits.vision.as_deref()
     }
 
     /// Returns the names of the adapters that requests can choose.

@@ -237,7 +237,7 @@ pub(super) struct RequestLimits {
     /// The names of the adapters of the model.
     pub(super) adapters: Arc<[Arc<str>]>,
     /// The vision tower, if the model sees images.
-    pub(super) vision: Option<VisionConfig>,
+    pub(super) vision: Option<Arc<VisionConfig>>,
 }
 
 impl RequestLimits {
@@ -282,7 +282,7 @@ impl RequestLimits {
 
     /// Returns the vision tower, which a request with images needs.
     pub(super) fn vision(&self) -> Result<&VisionConfig> {
-        let vision = self.vision.as_ref();
+        let vision = self.vision.as_deref();
         Ok(vision.ok_or(overdrive_transformer::Error::NoVision)?)
     }
 
