@@ -6,6 +6,7 @@
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example chat -- --model PATH --system "Be brief."
+//! cargo run --release -p overdrive-examples --features image --example chat -- --model QWEN3-VL --image photo.png
 //! ```
 
 use std::io::{BufRead, stdin};
@@ -21,14 +22,16 @@ use overdrive::core::Error;
 use overdrive::core::text::Lines;
 use overdrive::generation::{
     ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, FinishReason, GenerationConfig,
-    Message, Request, Tokenizer,
+    ImagePatches, Message, Request, Tokenizer,
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{
-    GenerationFlags, ModelFlags, TemplateFlags, print_error_line, print_line, print_now,
+    GenerationFlags, ImageFlags, ModelFlags, TemplateFlags, grids, print_error_line, print_line,
+    print_now,
 };
+use serde_json::json;
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -53,6 +56,8 @@ pub(crate) struct Flags {
     #[arg(long)]
     cache_mib: Option<u64>,
     #[command(flatten)]
+    images: ImageFlags,
+    #[command(flatten)]
     generation: GenerationFlags,
 }
 
@@ -69,6 +74,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     let config = flags.generation.config(&files, 1024)?;
     let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
+    let images = flags.images.load(&files)?;
     let began = Instant::now();
     let model = source.load()?;
     let mut engine = EngineConfig::default();
@@ -79,6 +85,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
         config: config.or_end_of_text(&template, &tokenizer),
         tokenizer,
         template,
+        images,
         interrupted: Arc::new(AtomicBool::new(false)),
     };
     chat.engine.warm_up()?;
@@ -116,7 +123,11 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
             "/reset" => messages.clone_from(&opening),
             "/stats" => print_line(format_args!("{}", chat.engine.statistics())),
             text => {
-                messages.push(Message::user(text));
+                // The images belong to the first message of the user.
+                messages.push(match messages.len() == opening.len() {
+                    true => user_message(text, chat.images.len()),
+                    false => Message::user(text),
+                });
                 at_prompt.store(false, Ordering::SeqCst);
                 let answer = chat.answer(&messages);
                 at_prompt.store(true, Ordering::SeqCst);
@@ -133,11 +144,22 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     }
 }
 
+/// Returns a message of the user with some images before the text.
+fn user_message(text: &str, images: usize) -> Message {
+    if images == 0 {
+        return Message::user(text);
+    }
+    let mut parts = vec![json!({"type": "image"}); images];
+    parts.push(json!({"type": "text", "text": text}));
+    Message::user("").with("content", parts)
+}
+
 struct Chat<'m> {
     engine: Engine<&'m CausalLm>,
     config: GenerationConfig,
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
+    images: Vec<ImagePatches>,
     interrupted: Arc<AtomicBool>,
 }
 
@@ -145,8 +167,11 @@ impl Chat<'_> {
     /// Streams the answer and returns its text, up to an interruption.
     fn answer(&mut self, messages: &[Message]) -> Result<String> {
         let options = ChatTemplateOptions::default();
-        let prompt = self.template.encode(&self.tokenizer, messages, &options)?;
-        let request = Request::new(prompt, self.config.clone());
+        let mut prompt = self.template.encode(&self.tokenizer, messages, &options)?;
+        if let Some(vision) = self.engine.vision() {
+            prompt = vision.expand(&prompt, &grids(&self.images))?;
+        }
+        let request = Request::new(prompt, self.config.clone()).with_images(self.images.clone());
         self.interrupted.store(false, Ordering::SeqCst);
         let interrupted = &self.interrupted;
         let mut printed = Ok(());

@@ -9,6 +9,8 @@
 //! cargo xtask example generate --model PATH --prompt-ids 1,2,3 --print-ids --temperature 0
 //! cargo xtask example generate --model PATH --prompt "Once" --quantize nf4 --quantize-head int8
 //! cargo xtask example generate --model PATH --batch-file prompts.txt --cache paged
+//! cargo run --release -p overdrive-examples --features image --example generate -- --model QWEN3-VL --image photo.png \
+//!     --prompt "<|vision_start|><|image_pad|><|vision_end|>A photo of"
 //! ```
 
 use std::ops::ControlFlow;
@@ -20,13 +22,13 @@ use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::core::text;
 use overdrive::generation::{
-    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, Tokenizer,
+    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ImagePatches, Tokenizer,
     generate_with_options, warm_up,
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, assistant_tokenizer, local_model,
-    print_error_line, print_now,
+    CacheFlags, ConstraintFlags, GenerationFlags, ImageFlags, ModelFlags, assistant_tokenizer,
+    grids, local_model, print_error_line, print_now,
 };
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
@@ -52,6 +54,8 @@ struct Flags {
     /// Print the text as it is generated
     #[arg(long, conflicts_with_all = ["batch_file", "num_return_sequences"])]
     stream: bool,
+    #[command(flatten)]
+    images: ImageFlags,
     #[command(flatten)]
     cache: CacheFlags,
     /// Smaller model with the same vocabulary, by path or name, for assisted (speculative) decoding
@@ -90,16 +94,24 @@ fn run(flags: &Flags) -> Result<()> {
         return answer(
             flags,
             (&model, began),
-            &prompts,
+            (&prompts, &[]),
             &config,
             tokenizer.as_ref(),
         );
     }
     let model = source.load()?;
+    let images = flags.images.load(&source.files()?)?;
+    let mut prompts = prompts;
+    if let Some(vision) = model.config().vision() {
+        for prompt in &mut prompts {
+            *prompt = vision.expand(prompt, &grids(&images))?;
+        }
+    }
+    let images = vec![images; prompts.len()];
     answer(
         flags,
         (&model, began),
-        &prompts,
+        (&prompts, &images),
         &config,
         tokenizer.as_ref(),
     )
@@ -109,7 +121,7 @@ fn run(flags: &Flags) -> Result<()> {
 fn answer(
     flags: &Flags,
     (model, began): (&dyn GenerationModel, Instant),
-    prompts: &[Vec<i64>],
+    (prompts, images): (&[Vec<i64>], &[Vec<ImagePatches>]),
     config: &GenerationConfig,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<()> {
@@ -136,6 +148,7 @@ fn answer(
         assistant_model: assistant.as_ref(),
         assistant_tokenizer: assistant_tokenizer.as_ref(),
         constraints,
+        images,
         ..GenerateOptions::default()
     };
     // What the first pass loads is not the time of the prompts.

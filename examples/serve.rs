@@ -184,6 +184,12 @@ fn run(flags: &Flags) -> Result<()> {
     if let Some(template) = template {
         served = served.with_template(template);
     }
+    // Only for a model that sees images: another folder may have a processor of another kind.
+    if engine.vision().is_some()
+        && let Some(processor) = files.image_processor()?
+    {
+        served = served.with_image_processor(processor);
+    }
     answer(Server::new(engine, served, options)?, &name, listener)
 }
 

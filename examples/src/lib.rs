@@ -5,6 +5,9 @@ mod cache_flags;
 #[cfg(feature = "constraints")]
 mod constraint_flags;
 mod generation_flags;
+mod image_flags;
+#[cfg(feature = "image")]
+pub mod image_texts;
 mod local_model;
 mod memory_limit;
 mod model_flags;
@@ -23,6 +26,7 @@ pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
+pub use image_flags::{ImageFlags, grids};
 pub use local_model::{
     assistant_tokenizer, local_adapter, local_data, local_model, local_tokenizer, model_name,
     repository,

@@ -71,7 +71,7 @@
 //! | `tokenizers` | no | [`build_tokens`], [`train_bpe`], [`TextDataset`], [`InstructionDataset`]: text as tokens |
 //! | `progress` | no | a progress bar on the terminal while text is tokenized |
 //! | `tch` | yes | `Batch`, `collate`, `DeviceLoader`: batches as tensors on a device |
-//! | `image` | no | `ImageCaptionDataset`: images decoded and resized on demand |
+//! | `image` | no | `ImageCaptionDataset`: images decoded and resized on demand; `ImageProcessor::decode` |
 //! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled on demand (symphonia, MPL-2.0) |
 //! | `parquet` | no | `TableRecords`: rows of Parquet and Arrow files (arrow takes minutes to compile) |
 //!
@@ -159,8 +159,10 @@ pub use loader::{ImageBatch, collate_captions, collate_images};
 pub use mixture::{Mixture, MixtureSampler};
 #[cfg(feature = "image")]
 pub use modalities::{
-    ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize,
+    CaptionedPatches, ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions,
+    ImageResize, PatchCaptionDataset,
 };
+pub use modalities::{ImagePatches, ImageProcessor};
 #[cfg(feature = "tch")]
 pub use modalities::{LogMel, LogMelOptions};
 #[cfg(feature = "speech")]

@@ -307,6 +307,7 @@ fn forward<M: EngineModel>(
         position_bound,
         cache: &mut step.batch()?,
         logits_indices: &numbers.f_narrow(0, 0, count)?,
+        images: None,
         adapters: adapters.as_ref(),
     })?;
     let mut to = outputs.scores.f_narrow(0, 0, count)?;

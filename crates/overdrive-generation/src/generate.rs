@@ -9,7 +9,7 @@ use crate::prompts::check_ids;
 use crate::rows::{OnToken, Rows, check_options};
 use crate::{
     Constraint, Error, GenerateOutput, GenerateTimings, GeneratedToken, GenerationConfig,
-    GenerationModel, Result, beams, speculation,
+    GenerationModel, ImagePatches, Result, beams, speculation,
 };
 
 /// The options of a generation that a configuration file cannot hold.
@@ -24,6 +24,9 @@ pub struct GenerateOptions<'a> {
     /// the same token; without them, vocabularies may differ by the padding of their size, at most 128
     /// ids. Default `None`.
     pub assistant_tokenizer: Option<&'a Tokenizer>,
+    /// The images of each prompt, in the order of their image tokens, for a model that sees images; see
+    /// [`VisionConfig::expand`](overdrive_transformer::VisionConfig::expand). Default empty, for none.
+    pub images: &'a [Vec<ImagePatches>],
     /// The constraints on the continuations, one for each prompt; default empty, for none.
     pub constraints: Vec<Box<dyn Constraint>>,
     /// The seeds, one for each prompt, instead of `seed`: the samples of a prompt then do not depend on the rest
@@ -84,6 +87,7 @@ pub fn generate_with_options<M: GenerationModel + ?Sized>(
     check_options(prompts.len(), config, options)?;
     // Caches refuse tensors that require a gradient, and a graph over all steps would fill the memory.
     let _no_grad = tch::no_grad_guard();
+    let has_images = options.images.iter().any(|images| !images.is_empty());
     let speculates = options.assistant_model.is_some() || config.prompt_lookup_num_tokens.is_some();
     if config.num_beams > 1 {
         beams::search(
@@ -101,6 +105,12 @@ pub fn generate_with_options<M: GenerationModel + ?Sized>(
             options,
             &mut on_token,
         )
+    } else if has_images {
+        Err(Error::Incompatible {
+            first: "assistant_model or prompt_lookup_num_tokens",
+            second: "images",
+            why: "proposals are verified at positions without images; an engine speculates with images, too",
+        })
     } else if let Some(model) = model.as_causal_lm() {
         speculation::generate(model, prompts, config, options, &mut on_token)
     } else {
@@ -124,7 +134,9 @@ fn token_by_token<M: GenerationModel + ?Sized>(
     let mut prefill = start.elapsed();
     let mut first_tokens = 0;
     if !rows.all_finished() {
-        let mut decoder = model.row_decoder(prompts, config, config.num_return_sequences)?;
+        let images = options.images;
+        let copies = config.num_return_sequences;
+        let mut decoder = model.row_decoder_with_images(prompts, images, config, copies)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
             // A prompt is read once, regardless of the number of its samples.

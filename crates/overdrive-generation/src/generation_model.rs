@@ -6,7 +6,7 @@ use tch::{Device, Tensor};
 
 use crate::decoder::{Decoder, EncoderDecoder};
 use crate::prompts::check;
-use crate::{GenerationConfig, Result, cache};
+use crate::{GenerationConfig, ImagePatches, Result, cache};
 
 /// A model for [`generate`](crate::generate()): a [`CausalLm`], whose sequences begin with the prompts, or a
 /// [`Seq2SeqLm`], whose encoder reads the prompts and whose sequences begin with `decoder_start_token_id`.
@@ -37,6 +37,24 @@ pub trait GenerationModel {
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>>;
+
+    /// Returns a decoder as [`row_decoder`](GenerationModel::row_decoder) does, of prompts with `images`: those of each prompt,
+    /// or empty. Default: an error if there are any.
+    ///
+    /// # Errors
+    /// As [`row_decoder`](GenerationModel::row_decoder); when the model sees no images, or they do not fit the prompts.
+    fn row_decoder_with_images<'m>(
+        &'m self,
+        prompts: &[Vec<i64>],
+        images: &[Vec<ImagePatches>],
+        config: &GenerationConfig,
+        copies: usize,
+    ) -> Result<Box<dyn RowDecoder + 'm>> {
+        match images.iter().all(Vec::is_empty) {
+            true => self.row_decoder(prompts, config, copies),
+            false => Err(overdrive_transformer::Error::NoVision.into()),
+        }
+    }
 
     /// Returns `true` if the first pass loads things that later passes use, such as GPU kernels, so that
     /// [`warm_up`](crate::warm_up()) runs a pass; default `false`.
@@ -112,6 +130,17 @@ impl GenerationModel for CausalLm {
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>> {
         Ok(Box::new(Decoder::new(self, prompts, config, copies)?))
+    }
+
+    fn row_decoder_with_images<'m>(
+        &'m self,
+        prompts: &[Vec<i64>],
+        images: &[Vec<ImagePatches>],
+        config: &GenerationConfig,
+        copies: usize,
+    ) -> Result<Box<dyn RowDecoder + 'm>> {
+        let decoder = Decoder::with_images(self, prompts, images, config, copies)?;
+        Ok(Box::new(decoder))
     }
 
     fn loads_on_first_use(&self) -> bool {

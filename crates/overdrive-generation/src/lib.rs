@@ -66,6 +66,7 @@ mod generate;
 mod generation_model;
 mod gguf;
 mod host_copy;
+mod images;
 mod logprobs;
 mod model_files;
 mod optional_file;
@@ -102,6 +103,7 @@ pub use model_files::{ModelFiles, copy_chat_template};
 pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };
+pub use overdrive_datasets::{ImagePatches, ImageProcessor};
 pub use overdrive_kernels::{is_batch_invariant, set_batch_invariant};
 pub use overdrive_kv_cache::CacheShape;
 pub use sampler::{Choice, Sampler};

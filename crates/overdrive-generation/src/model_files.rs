@@ -2,7 +2,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error as Common, files, text};
-use overdrive_datasets::{copy_tokenizer, load_tokenizer, save_tokenizer};
+use overdrive_datasets::{ImageProcessor, copy_tokenizer, load_tokenizer, save_tokenizer};
 use overdrive_quantization::{GgufFile, GgufValue};
 use overdrive_transformer::{ModelConfig, Seq2SeqConfig, generation_config_from_gguf};
 use serde_json::{Map, Value};
@@ -90,6 +90,18 @@ impl ModelFiles {
         match &self.source {
             Source::Folder(folder) => ChatTemplate::from_dir(folder),
             Source::Gguf(file) => ChatTemplate::from_gguf(file),
+        }
+    }
+
+    /// Returns the processor of images, or `None` for a model without one: a GGUF file, or a folder without
+    /// `preprocessor_config.json`.
+    ///
+    /// # Errors
+    /// As [`ImageProcessor::from_dir`].
+    pub fn image_processor(&self) -> Result<Option<ImageProcessor>> {
+        match &self.source {
+            Source::Folder(folder) => Ok(ImageProcessor::from_dir(folder)?),
+            Source::Gguf(_) => Ok(None),
         }
     }
 

@@ -54,16 +54,19 @@ impl PaddedPrompts {
     /// Returns the positions `(B, tokens)` of the tokens from column `past` on, counted without
     /// padding, as in transformers' `generate`; `None` if the model's own count is right.
     pub(crate) fn positions(&self, past: i64, tokens: i64) -> Result<Option<Tensor>> {
-        if self.mask.is_none() {
-            return Ok(None);
+        match self.mask {
+            None => Ok(None),
+            Some(_) => self.counted(past, tokens).map(Some),
         }
+    }
+
+    /// Returns the positions `(B, tokens)` of the tokens from column `past` on, counted without padding.
+    pub(crate) fn counted(&self, past: i64, tokens: i64) -> Result<Tensor> {
         let options = (Kind::Int64, self.ids.device());
         let columns = Tensor::f_arange_start(past, past + tokens, options)?.f_unsqueeze(0)?;
         // A finished row reads padding until the other rows end, and its output is not used, so its
         // positions stop at the context.
-        Ok(Some(
-            columns.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?,
-        ))
+        Ok(columns.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?)
     }
 
     /// Returns an exclusive upper bound of [`positions`](Self::positions).

@@ -463,6 +463,7 @@ pub(crate) fn check_options(
     for (what, given) in [
         ("seeds", options.seeds.len()),
         ("constraints", options.constraints.len()),
+        ("images", options.images.len()),
     ] {
         if given != 0 && given != prompts {
             return Err(Error::WrongCount {

@@ -712,11 +712,11 @@ def delta_plan(launch, sequences):
 
 def delta_rule(launch):
     s = launch.scalars
-    sequences, heads, key_heads, key_dim, value_dim = (
-        s[n] for n in ("sequences", "heads", "key_heads", "key_dim", "value_dim"))
+    sequences, heads, group, key_dim, value_dim = (
+        s[n] for n in ("sequences", "heads", "group", "key_dim", "value_dim"))
     offsets, source, target = delta_plan(launch, sequences)
     tokens = offsets[-1]
-    query, key = (delta_rows(launch, name, tokens, key_heads, key_dim) for name in ("query", "key"))
+    query, key = (delta_rows(launch, name, tokens, heads // group, key_dim) for name in ("query", "key"))
     value = delta_rows(launch, "value", tokens, heads, value_dim)
     decay = launch.given("decay", -np.abs(launch.random.standard_normal((tokens, heads))))
     beta = launch.given("beta", launch.random.uniform(0, 1, (tokens, heads)))
@@ -725,7 +725,7 @@ def delta_rule(launch):
     launch.run()
     if launch.entry["constants"]["NORM"]:
         query, key = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (query, key))
-    serving = np.arange(heads) // s["group"] % key_heads
+    serving = np.arange(heads) // group
     query, key = query[:, serving] * s["scale"], key[:, serving]
     y = np.zeros((tokens, heads, value_dim))
     for sequence in range(sequences):

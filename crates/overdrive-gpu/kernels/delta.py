@@ -15,8 +15,8 @@ def normalized(x):
 
 
 @triton.jit
-def delta_rule(query, key, value, decay, beta, states, plan, y, sequences, heads, key_heads, group, key_dim, value_dim,
-               q_token, q_head, k_token, k_head, v_token, v_head, scale, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+def delta_rule(query, key, value, decay, beta, states, plan, y, sequences, heads, group, key_dim, value_dim, q_token,
+               q_head, k_token, k_head, v_token, v_head, scale, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
                NORM: tl.constexpr):
     """Advances COLUMNS columns of the state of a head through the tokens of a sequence.
 
@@ -25,7 +25,7 @@ def delta_rule(query, key, value, decay, beta, states, plan, y, sequences, heads
     """
     sequence = tl.program_id(0) // heads
     head = tl.program_id(0) % heads
-    key_head = (head // group) % key_heads
+    key_head = head // group
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, KEYS)
     first = tl.load(plan + sequence).to(tl.int64)

@@ -57,7 +57,8 @@ pub(crate) struct UploadedPlan {
     tensor: Tensor,
 }
 
-/// The inputs of the gated delta rule for packed sequences, whose states are in a pool.
+/// The inputs of the gated delta rule for packed sequences, whose states are in a pool. Each key head serves `H / H_k`
+/// consecutive value heads.
 ///
 /// N: tokens of all sequences, H_k: key heads, H: value heads, D_k, D_v: the widths of keys and values, S: states.
 #[derive(Debug, Clone, Copy)]
@@ -76,8 +77,6 @@ pub struct DeltaRule<'a> {
     pub states: &'a Tensor,
     /// The sequences.
     pub plan: &'a StatePlan,
-    /// If `true`, key head `h mod H_k` serves value head `h`, else `h / (H / H_k)`.
-    pub is_tiled: bool,
     /// The factor of the queries.
     pub scale: f64,
     /// If `true`, queries and keys are divided by their lengths.
@@ -143,7 +142,6 @@ impl Kernels {
         };
         let shape = [tokens, heads, value_dim];
         let y = Tensor::f_empty(shape, (call.value.kind(), call.value.device()))?;
-        let group = if call.is_tiled { 1 } else { heads / key_heads };
         let mut arguments = vec![
             ("query", Elements(call.query)),
             ("key", Elements(call.key)),
@@ -155,8 +153,7 @@ impl Kernels {
             ("y", Elements(&y)),
             ("sequences", I32(call.plan.sequences as i64)),
             ("heads", I32(heads)),
-            ("key_heads", I32(key_heads)),
-            ("group", I32(group)),
+            ("group", I32(heads / key_heads)),
             ("key_dim", I32(key_dim)),
             ("value_dim", I32(value_dim)),
         ];

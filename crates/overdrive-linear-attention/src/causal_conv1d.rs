@@ -6,6 +6,7 @@ use crate::conv_math::convolve;
 use crate::error::{
     check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
 };
+use crate::gpu;
 use crate::options::choose;
 use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
 use crate::state_slot::{checked_slots, copy_states};
@@ -199,6 +200,9 @@ pub fn causal_conv1d_update(
     let lengths = lengths(offsets, x.size()[0])?;
     let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    if let Some(y) = gpu::causal_conv1d(x, weight, bias, states, &slots, offsets, options)? {
+        return Ok(y);
+    }
     if uses_kernel(x, weight, bias, options)? {
         check_contiguous(states)?;
         let filter = Filter::new(weight, bias, options.activation)?;

@@ -6,6 +6,7 @@ use crate::delta_math::Terms;
 use crate::error::{
     check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
 };
+use crate::gpu;
 use crate::kernel::Sequence;
 use crate::options::choose;
 use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
@@ -290,6 +291,10 @@ pub fn gated_delta_rule_update(
     let lengths = lengths(offsets, inputs.value.size()[0])?;
     let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    let scale = scale_of(options, sizes);
+    if let Some(output) = gpu::delta_rule(&inputs, states, &slots, offsets, scale, options)? {
+        return Ok(output);
+    }
     if let Some(kind) = kernel_kind(&inputs, options.backend)? {
         check_contiguous(states)?;
         let plan = plan(

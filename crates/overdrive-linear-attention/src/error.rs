@@ -30,6 +30,10 @@ pub enum Error {
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
+    /// A GPU kernel or the CUDA driver failed.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
+
     /// The autograd function of a kernel failed.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),

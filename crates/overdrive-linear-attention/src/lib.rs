@@ -31,6 +31,9 @@
 //! # }
 //! ```
 //!
+//! On NVIDIA GPUs the steps over a pool are a launch each by the kernels of overdrive-gpu, where they are used; batches and
+//! training run by libtorch's operators.
+//!
 //! Reference implementations: [flash-linear-attention](https://github.com/fla-org/flash-linear-attention),
 //! [causal-conv1d](https://github.com/Dao-AILab/causal-conv1d), and transformers' `modeling_qwen3_next.py`.
 #![deny(missing_docs)]
@@ -42,6 +45,7 @@ mod delta_fused;
 mod delta_math;
 mod delta_rule;
 mod error;
+mod gpu;
 mod kernel;
 mod options;
 mod sequences;

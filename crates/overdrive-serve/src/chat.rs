@@ -5,9 +5,7 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{
-    ChatTemplate, ChatTemplateOptions, Completion, Message, Request, TokenLogprobs,
-};
+use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Completion, Request, TokenLogprobs};
 use serde_json::{Value, json};
 
 use crate::answer::{Answer, stream, whole};
@@ -15,7 +13,7 @@ use crate::api_error::{ApiError, ApiResult};
 use crate::fields::Fields;
 use crate::job::{Job, finish_reason};
 use crate::logprobs::chat_entry;
-use crate::messages;
+use crate::messages::{self, Conversation};
 use crate::sampling::{MAX_LOGPROBS, Sampling};
 use crate::shared::{Shared, blocking, now};
 use crate::tools::{Schema, ToolCall, ToolReader, Tools, response_format};
@@ -53,7 +51,8 @@ pub(crate) async fn chat_completions(
         }
         (true, count) => Some(count.unwrap_or(0)),
     };
-    let messages = messages::take(&mut fields, "messages", template)?;
+    let sees_images = shared.sees_images();
+    let conversation = messages::take(&mut fields, "messages", template, sees_images)?;
     let format = response_format(&mut fields)?;
     let (tools, forced) = Tools::take(&mut fields, template)?;
     if format.is_some() && forced.is_some() {
@@ -66,7 +65,7 @@ pub(crate) async fn chat_completions(
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
     let turn = Turn {
         field: "messages",
-        messages,
+        conversation,
         options,
         schema: forced.or(format),
         adapter: model.adapter,
@@ -104,7 +103,7 @@ pub(crate) fn template<'a>(shared: &'a Shared, param: &str) -> ApiResult<&'a Cha
 pub(crate) struct Turn {
     /// The field that the messages come from.
     pub(crate) field: &'static str,
-    pub(crate) messages: Vec<Message>,
+    pub(crate) conversation: Conversation,
     pub(crate) options: ChatTemplateOptions,
     /// The schema that the message must fit.
     pub(crate) schema: Option<Schema>,
@@ -123,14 +122,16 @@ impl Turn {
         let request = blocking(move || {
             let shared = &*preparing;
             let template = template(shared, self.field)?;
-            let prompt = template.encode(&shared.model.tokenizer, &self.messages, &self.options);
+            let Conversation { messages, images } = self.conversation;
+            let prompt = template.encode(&shared.model.tokenizer, &messages, &self.options);
             let prompt = prompt.map_err(|error| match ApiError::from(error) {
                 error if error.names("messages") => error.with_param(self.field),
                 error => error,
             })?;
+            let (prompt, images) = shared.with_images(self.field, prompt, &images)?;
             let default = shared.model.config.max_new_tokens;
             let config = sampling.for_prompt(self.field, prompt.len(), default, shared)?;
-            let mut request = Request::new(prompt, config);
+            let mut request = Request::new(prompt, config).with_images(images);
             request.adapter = self.adapter;
             Ok(match self.schema {
                 Some(schema) => request.with_constraint(schema.constraint(shared)?),

@@ -118,15 +118,18 @@ pub(crate) async fn responses(
     }
     let input = fields.require("input")?;
     fields.set("input", chat_messages(input)?);
-    let mut messages = messages::take(&mut fields, "input", template)?;
+    let sees_images = shared.sees_images();
+    let mut conversation = messages::take(&mut fields, "input", template, sees_images)?;
     if let Some(instructions) = instructions {
-        messages.insert(0, Message::system(instructions));
+        conversation
+            .messages
+            .insert(0, Message::system(instructions));
     }
     let options = template_options(&mut fields, tools.as_ref())?;
     let is_stream = sampling.stream;
     let turn = Turn {
         field: "input",
-        messages,
+        conversation,
         options,
         schema: forced.or(format),
         adapter: model.adapter,

@@ -9,7 +9,8 @@ use axum::http::StatusCode;
 use overdrive_constraints::{GrammarVocabulary, token_bytes};
 use overdrive_core::random::entropy;
 use overdrive_generation::{
-    ChatTemplate, EngineHandle, EngineStatistics, Error, GenerationConfig, Tokenizer,
+    ChatTemplate, EngineHandle, EngineStatistics, Error, GenerationConfig, ImagePatches,
+    ImageProcessor, Tokenizer,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -28,6 +29,7 @@ pub struct ServedModel {
     pub(crate) template: Option<ChatTemplate>,
     pub(crate) config: GenerationConfig,
     pub(crate) format: TextFormat,
+    pub(crate) processor: Option<ImageProcessor>,
 }
 
 impl ServedModel {
@@ -46,6 +48,7 @@ impl ServedModel {
             template: None,
             config,
             format: TextFormat::default(),
+            processor: None,
         }
     }
 
@@ -65,6 +68,14 @@ impl ServedModel {
             format: TextFormat::of(path.as_ref())?,
             ..ServedModel::new(name, tokenizer, GenerationConfig::default())
         })
+    }
+
+    /// Returns the model with the processor of its images. With the feature `image`, the messages of chats and responses may
+    /// then have images, as data URLs.
+    #[must_use]
+    pub fn with_image_processor(mut self, processor: ImageProcessor) -> ServedModel {
+        self.processor = Some(processor);
+        self
     }
 
     /// Returns the model with a chat template, which `/v1/chat/completions` needs. If the configuration names no
@@ -207,6 +218,54 @@ impl Shared {
             run: entropy(),
             next: AtomicU64::new(0),
         }
+    }
+
+    /// Returns `true` if the messages of a chat may have images.
+    pub(crate) fn sees_images(&self) -> bool {
+        let sees = matches!(&self.backend, Backend::Engine(engine) if engine.vision().is_some());
+        cfg!(feature = "image") && sees && self.model.processor.is_some()
+    }
+
+    /// Decodes the files of `images`, which stand for one token each in the rendered chat `prompt` of the field `field`.
+    /// Returns the prompt with all image tokens, and the images.
+    #[cfg(feature = "image")]
+    pub(crate) fn with_images(
+        &self,
+        field: &str,
+        prompt: Vec<i64>,
+        images: &[Vec<u8>],
+    ) -> ApiResult<(Vec<i64>, Vec<ImagePatches>)> {
+        let (Some(processor), Some(vision)) = (&self.model.processor, self.engine()?.vision())
+        else {
+            return Ok((prompt, Vec::new()));
+        };
+        if images.is_empty() {
+            return Ok((prompt, Vec::new()));
+        }
+        let refused = |error: &dyn std::fmt::Display| ApiError::field(field, error.to_string());
+        let images = images
+            .iter()
+            .map(|file| processor.decode(file).map_err(|error| refused(&error)));
+        let images = images.collect::<ApiResult<Vec<_>>>()?;
+        let grids = images
+            .iter()
+            .map(|image| image.grid.map(|side| side as i64));
+        let grids: Vec<[i64; 2]> = grids.collect();
+        let prompt = vision
+            .expand(&prompt, &grids)
+            .map_err(|error| refused(&error))?;
+        Ok((prompt, images))
+    }
+
+    /// Returns the prompt as it is: without the feature `image`, messages with images are refused.
+    #[cfg(not(feature = "image"))]
+    pub(crate) fn with_images(
+        &self,
+        _: &str,
+        prompt: Vec<i64>,
+        _: &[Vec<u8>],
+    ) -> ApiResult<(Vec<i64>, Vec<ImagePatches>)> {
+        Ok((prompt, Vec::new()))
     }
 
     /// Takes the seats of a request, which are given back when the result is dropped.

@@ -34,7 +34,7 @@ pub(crate) async fn tokenize(
         }
         None => {
             let template = template(&shared, "messages")?;
-            let messages = messages::take(&mut fields, "messages", template)?;
+            let messages = messages::take(&mut fields, "messages", template, false)?.messages;
             let (tools, _) = Tools::take(&mut fields, template)?;
             Some((messages, template_options(&mut fields, tools.as_ref())?))
         }

@@ -20,9 +20,10 @@ use crate::parameters::{
     set_training_of_layers,
 };
 use crate::per_layer::PerLayerModel;
+use crate::vision::VisionTower;
 use crate::{
-    Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
-    checkpoint,
+    Error, Execution, ForwardInput, ImageFeatures, LoadOptions, ModelConfig, ParameterSpec, Result,
+    SaveOptions, checkpoint,
 };
 
 /// The options of a new model.
@@ -60,6 +61,8 @@ pub struct CausalLm {
     pub(crate) backbone: Backbone,
     /// The head, to `(…, V)`; its weight is that of the embedding if the two are tied.
     pub(crate) head: Linear,
+    /// The tower of a model that sees images.
+    vision: Option<VisionTower>,
     /// The bound of the logits.
     softcap: Option<f64>,
     /// The divisor of the logits.
@@ -193,11 +196,14 @@ impl CausalLm {
             None => Linear::dense(parameter_map.take("lm_head.weight")?, bias)?,
         };
         let head = head.with_name("lm_head");
+        let vision = config.vision();
+        let vision = vision.map(|vision| VisionTower::take(&mut parameter_map, vision));
         Ok(CausalLm {
             config: config.clone(),
             parameters,
             backbone,
             head,
+            vision: vision.transpose()?,
             softcap: config.logit_softcap(),
             divisor: config.logit_divisor(),
             execution: Execution::default(),
@@ -216,6 +222,20 @@ impl CausalLm {
     pub fn forward(&self, input: ForwardInput<'_>) -> Result<Tensor> {
         let hidden = self.hidden_states(input)?;
         self.logits(&hidden)
+    }
+
+    /// Computes the image tokens of patches `pixels (N, W)` of any device and dtype: those of one or more images, one after
+    /// another, whose `grids` are `[height, width]` in patches. They are for [`ForwardInput::images`], and differentiable.
+    /// A tower that is not trained should compute them without gradients.
+    ///
+    /// `W` is [`VisionConfig::patch_width`](crate::VisionConfig::patch_width). The patches of a token are adjacent, as
+    /// transformers' processor of Qwen2-VL and later models makes them.
+    ///
+    /// # Errors
+    /// [`Error::NoVision`] for a model that sees no images; [`Error::Common`] if `pixels` does not fit `grids`.
+    pub fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
+        let vision = self.vision.as_ref().ok_or(Error::NoVision)?;
+        vision.forward(pixels, grids, &self.execution)
     }
 
     /// Computes the normalised hidden states `(B, T, C)` before the head, for text embeddings or a loss that
@@ -243,6 +263,9 @@ impl CausalLm {
                 ..input
             };
             return self.hidden_states_and_load(input, is_wanted);
+        }
+        if self.vision.is_none() && input.has_images() {
+            return Err(Error::NoVision);
         }
         // Before any layer appends to the cache.
         self.check_context(&input, shape)?;

@@ -28,6 +28,7 @@ pub(crate) fn applies(
         && execution.fused_kernels
         && !training
         && input.cache.is_some()
+        && input.images.is_none()
         && x.device() == Device::Cpu
         && x.kind() == Kind::Float
         && !engine::is_grad_enabled()

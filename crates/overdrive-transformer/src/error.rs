@@ -77,6 +77,12 @@ pub enum Error {
         /// The key of the configuration that sets the limit.
         key: &'static str,
     },
+    /// The input has images, and the model sees none.
+    #[error(
+        "the input has image tokens or three positions for each token, and this model sees no images; use a model with a \
+         `vision_config` that is read, such as Qwen3-VL"
+    )]
+    NoVision,
     /// The cache was made for a model with another number of layers.
     #[error(
         "the cache has {cache} layers and the model has {model}; create the cache with the model's number of layers"

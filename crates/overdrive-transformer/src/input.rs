@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use overdrive_core::Error;
 
-use crate::Result;
+use crate::{ImageTokens, Result};
 
 /// The positions whose logits are computed.
 #[derive(Debug, Clone, Copy, Default)]
@@ -40,7 +40,8 @@ pub struct ForwardInput<'a> {
     pub input_ids: &'a Tensor,
     /// The position of each token `(B, T)` or `(1, T)`, i64; default: `past..past + T` for every row. With
     /// padding on the left, pass the positions that `transformers.generate` uses: the running count of unmasked
-    /// tokens, minus one.
+    /// tokens, minus one. A model that sees images also takes three positions of each token, `(3, B, T)` or
+    /// `(3, 1, T)`; see [`ImagePositions`](crate::ImagePositions).
     pub position_ids: Option<&'a Tensor>,
     /// An upper bound that all `position_ids` are below, if the host knows one without reading them; they must then not
     /// be negative. Without a bound, the forward pass reads the smallest and the largest position, which waits for the
@@ -58,6 +59,9 @@ pub struct ForwardInput<'a> {
     pub cache: Option<&'a mut dyn KvCache>,
     /// The positions whose logits are computed; default: all.
     pub logits: Logits<'a>,
+    /// The image tokens in the place of embeddings; default: none. Their tokens have
+    /// [positions](crate::ImagePositions) of their own.
+    pub images: Option<&'a ImageTokens>,
     /// The number of labels that count in the loss, if it is known, as from a data loader; see
     /// [`CrossEntropyOptions::label_count`](overdrive_fused::CrossEntropyOptions::label_count). Only
     /// [`CausalLm::loss_of`](crate::CausalLm::loss_of) uses it; default: unknown.
@@ -75,6 +79,7 @@ impl<'a> ForwardInput<'a> {
             sequences: None,
             cache: None,
             logits: Logits::All,
+            images: None,
             label_count: None,
         }
     }
@@ -115,6 +120,12 @@ impl<'a> ForwardInput<'a> {
         self
     }
 
+    /// Sets the image tokens; see [`ForwardInput::images`].
+    pub fn with_images(mut self, images: &'a ImageTokens) -> Self {
+        self.images = Some(images);
+        self
+    }
+
     /// Sets the number of labels that count; see [`ForwardInput::label_count`].
     pub fn with_label_count(mut self, label_count: usize) -> Self {
         self.label_count = i64::try_from(label_count).ok();
@@ -137,9 +148,15 @@ impl<'a> ForwardInput<'a> {
         let past = self.cache.as_ref().map_or(0, |cache| cache.len());
         if let Some(positions) = self.position_ids {
             let size = positions.size();
-            let fits = size.len() == 2 && (size[0] == batch || size[0] == 1) && size[1] == tokens;
+            let fits = match *size.as_slice() {
+                [rows, columns] => (rows == batch || rows == 1) && columns == tokens,
+                [3, rows, columns] => (rows == batch || rows == 1) && columns == tokens,
+                _ => false,
+            };
             if !fits {
-                let expected = format!("({batch}, {tokens}) or (1, {tokens})");
+                let expected = format!(
+                    "({batch}, {tokens}) or (1, {tokens}), or three of these for a model that sees images"
+                );
                 return Err(Error::shape("position_ids", size, expected).into());
             }
             if positions.kind() != Kind::Int64 {
@@ -201,6 +218,14 @@ impl<'a> ForwardInput<'a> {
             // With padding there are more tokens than positions.
             (Some(positions), None) => Ok(positions.f_max()?.f_int64_value(&[])? + 1),
         }
+    }
+
+    /// Returns `true` for image tokens, or three positions of a token.
+    pub(crate) fn has_images(&self) -> bool {
+        self.images.is_some()
+            || self
+                .position_ids
+                .is_some_and(|positions| positions.dim() == 3)
     }
 
     /// Returns positions that count from 0 in each packed sequence, `(1, T)`, unless some are given.

@@ -37,6 +37,7 @@
 //! | `gemma3n` | the text model of multimodal Gemma 3n | as `gemma3n_text`, and saved as `gemma3n_text` |
 //! | `gemma4_text` | Gemma 4 (text), dense and with experts (26B-A4B) | as Gemma 3n, with one residual stream; heads of another size and number in layers without a window, whose keys may be values; with or without a mixture of experts beside the feed-forward block |
 //! | `gemma4` | the text model of multimodal Gemma 4 | as `gemma4_text`, and saved as `gemma4_text` |
+//! | `qwen3_vl` | Qwen3-VL, dense | a Qwen3 that sees images ([`CausalLm::encode_images`]): a vision tower, three rotary positions for each token |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] are bidirectional encoders ([`EncoderFamily`]):
@@ -152,13 +153,14 @@ mod rope;
 mod rounding;
 mod seq2seq;
 mod shared_kv;
+mod vision;
 
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
     AltUpConfig, BartConfig, DeltaNetConfig, ExpertsConfig, Gpt2Config, LayerType, LlamaConfig,
     LlamaFamily, LongRope, MlaConfig, ModelConfig, PerLayerConfig, RopeScaling, Seq2SeqConfig,
-    T5Config, Yarn,
+    T5Config, VisionConfig, Yarn,
 };
 pub use encoder::{
     BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
@@ -179,3 +181,4 @@ pub use parameters::{ParameterRole, ParameterSpec};
 pub use pooling::{EmbeddingModel, Pooling, PoolingMode, PoolingTask, Reranker, TokenSequence};
 pub use quantize::QuantizeOptions;
 pub use seq2seq::{CrossAttentionCache, DecoderInput, Encoded, Seq2SeqLm, Source};
+pub use vision::{ImageFeatures, ImagePositions, ImageTokens};

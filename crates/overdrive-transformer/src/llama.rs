@@ -25,7 +25,7 @@ use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rope::{Rotary, Rotation};
 use crate::rounding::rounded;
 use crate::shared_kv::SharedKv;
-use crate::{Error, Execution, LlamaConfig, LlamaFamily, Result};
+use crate::{Error, Execution, ImageTokens, LlamaConfig, LlamaFamily, Result};
 
 mod block_norms;
 mod layer;
@@ -40,6 +40,8 @@ use stream::Stream;
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
 pub(crate) struct Llama {
+    /// The name of the decoder in a checkpoint.
+    name: &'static str,
     pub(crate) embedding: Embedding,
     /// The factor of the embeddings (Gemma, Granite).
     embedding_scale: Option<f64>,
@@ -76,7 +78,7 @@ impl Llama {
     pub(crate) fn adjacent(config: &LlamaConfig) -> Vec<Vec<String>> {
         let mut groups = Vec::new();
         for layer in 0..config.num_hidden_layers {
-            let prefix = format!("model.layers.{layer}");
+            let prefix = config.layer_name(layer);
             let qkv = match (config.delta_net_of(layer), &config.mla, &config.per_layer) {
                 (Some(sizes), ..) => GatedDeltaNet::joint_names(&prefix, config, sizes),
                 (None, None, None) => RotaryAttention::joint_names(&prefix, config),
@@ -102,7 +104,8 @@ impl Llama {
     }
 
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
-        let embedding = parameters.take_embedding("model.embed_tokens")?;
+        let embedding =
+            parameters.take_embedding(&format!("{}.embed_tokens", config.backbone_name()))?;
         let embedding_scale = config.embedding_scale();
         // transformers stores Gemma's scale in the model's dtype, and its rounding is part of the model.
         let embedding_scale = match embedding_scale {
@@ -114,7 +117,7 @@ impl Llama {
             .map(|sizes| PerLayerModel::take(parameters, config, sizes, embedding.kind()))
             .transpose()?;
         let block = |layer| {
-            let prefix = format!("model.layers.{layer}");
+            let prefix = config.layer_name(layer);
             if config.family == LlamaFamily::Phi {
                 let block = ParallelBlock::take(parameters, &prefix, config)?;
                 return Ok(Shared::new(Layer::Parallel(block)));
@@ -157,19 +160,25 @@ impl Llama {
                 &config.rope_local_scaling,
             ),
         });
+        let final_norm = match config.family {
+            LlamaFamily::Phi => "model.final_layernorm".to_owned(),
+            _ => format!("{}.norm", config.backbone_name()),
+        };
         Ok(Llama {
+            name: config.backbone_name(),
             embedding,
             embedding_scale,
             bidirectional: config.use_bidirectional_attention,
             plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
-            norm: Norm::take(parameters, final_norm(config.family), config)?,
+            norm: Norm::take(parameters, &final_norm, config)?,
             rotary: rotary(
                 config.global_rotary_dim(),
                 config.rope_theta,
                 &config.rope_scaling,
             )?
-            .with_query_scaling(config.query_scaling()),
+            .with_query_scaling(config.query_scaling())
+            .with_sections(config.vision.as_ref().map(|vision| vision.mrope_section)),
             second_rotary: second.transpose()?,
             dropout: config.attention_dropout,
             residual_dropout: config.resid_pdrop,
@@ -201,6 +210,9 @@ impl Llama {
         if let Some(scale) = self.embedding_scale {
             x = x.f_mul_scalar(scale)?;
         }
+        if let Some(images) = input.images {
+            x = images.embed(&x)?;
+        }
         let fused = execution.fused_kernels;
         let mut layer_inputs = None;
         if let Some(model) = &self.per_layer {
@@ -218,6 +230,7 @@ impl Llama {
             balance,
             layer_inputs,
             shared_kv: RefCell::default(),
+            images: input.images.map(ImageTokens::share),
         };
         if training {
             x = dropped(x, self.embedding_dropout)?;
@@ -239,7 +252,11 @@ impl Llama {
         }
         for group in execution.checkpointing.groups(self.blocks.len())? {
             // With a cache a second run would append the tokens twice.
-            stream = if group.checkpointed && input.cache.is_none() {
+            // A tower that learns gets its gradients through the values that are added after the first layers.
+            let learns = input
+                .images
+                .is_some_and(|images| images.learns_at(group.blocks.start));
+            stream = if group.checkpointed && input.cache.is_none() && !learns {
                 self.recomputed(group.blocks, stream, &context)?
             } else {
                 self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
@@ -309,6 +326,7 @@ impl Llama {
             let step = context.step(layer, self.plans[layer], cache.as_deref_mut());
             let balance = &context.balance;
             stream = self.blocks[layer].with(|block| block.forward(stream, step, balance))?;
+            stream = context.deepened(layer, stream)?;
         }
         Ok(stream)
     }
@@ -333,6 +351,7 @@ impl Llama {
             for (layer, plan, block) in &members {
                 let step = context.step(*layer, *plan, None);
                 stream = block.with(|block| block.forward(stream, step, &context.balance))?;
+                stream = context.deepened(*layer, stream)?;
             }
             let shared_kv = context.shared_kv.borrow().share();
             Ok((stream.sum()?, stream.load, shared_kv))
@@ -385,11 +404,11 @@ impl Llama {
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
         if let Some(table) = self.embedding.dense_table_mut() {
-            visit("model.embed_tokens.weight", table)?;
+            visit(&format!("{}.embed_tokens.weight", self.name), table)?;
         }
         let mut layer = 0;
         visit_shared(&mut self.blocks, |block| {
-            let prefix = format!("model.layers.{layer}");
+            let prefix = format!("{}.layers.{layer}", self.name);
             layer += 1;
             let block = match block {
                 Layer::Serial(block) => block,
@@ -403,10 +422,11 @@ impl Llama {
             model.visit_parameters(visit)?;
         }
         let name = match self.norm {
-            Norm::Rms(_) => final_norm(LlamaFamily::Llama),
-            Norm::Layer(_) => final_norm(LlamaFamily::Phi),
+            Norm::Rms(_) => "norm",
+            Norm::Layer(_) => "final_layernorm",
         };
-        self.norm.visit_parameters(name, visit)
+        let name = format!("{}.{name}", self.name);
+        self.norm.visit_parameters(&name, visit)
     }
 
     pub(crate) fn num_layers(&self) -> usize {
@@ -450,14 +470,6 @@ impl Llama {
     }
 }
 
-/// Returns the name of the norm after the last layer.
-fn final_norm(family: LlamaFamily) -> &'static str {
-    match family {
-        LlamaFamily::Phi => "model.final_layernorm",
-        _ => "model.norm",
-    }
-}
-
 /// The values that all blocks of a forward pass share.
 struct Context {
     rotation: Rotation,
@@ -469,6 +481,7 @@ struct Context {
     balance: LoadBalance,
     layer_inputs: Option<Tensor>,
     shared_kv: RefCell<SharedKv>,
+    images: Option<ImageTokens>,
 }
 
 impl Context {
@@ -492,6 +505,20 @@ impl Context {
         }
     }
 
+    /// Adds the values of images to the stream after layer `layer`, if it gets any.
+    fn deepened(&self, layer: usize, stream: Stream) -> Result<Stream> {
+        let Some(images) = &self.images else {
+            return Ok(stream);
+        };
+        Ok(match images.deepen(layer, &stream.sum()?)? {
+            Some(x) => Stream {
+                load: stream.load,
+                ..Stream::new(x)
+            },
+            None => stream,
+        })
+    }
+
     fn share(&self) -> Context {
         Context {
             rotation: self.rotation.share(),
@@ -506,6 +533,7 @@ impl Context {
             balance: self.balance.share(),
             layer_inputs: self.layer_inputs.as_ref().map(Tensor::shallow_clone),
             shared_kv: RefCell::new(self.shared_kv.borrow().share()),
+            images: self.images.as_ref().map(ImageTokens::share),
         }
     }
 }

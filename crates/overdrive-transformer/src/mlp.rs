@@ -23,7 +23,7 @@ pub(crate) type WeightSpec = (String, [i64; 2], ParameterRole);
 impl FeedForward {
     /// Returns the weights of layer `layer`, in the order of transformers' modules.
     pub(crate) fn weights(config: &LlamaConfig, layer: i64) -> Vec<WeightSpec> {
-        let (prefix, hidden) = (prefix_of(layer), config.hidden_size);
+        let (prefix, hidden) = (config.layer_name(layer), config.hidden_size);
         let Some(experts) = config.experts_of(layer) else {
             let inner = config.intermediate_size_of(layer);
             let (joint, down) = mlp_modules(&prefix, config);
@@ -39,7 +39,7 @@ impl FeedForward {
 
     /// Returns the groups of modules whose weights lie together, without `.weight`.
     pub(crate) fn adjacent(config: &LlamaConfig, layer: i64) -> Vec<Vec<String>> {
-        let prefix = prefix_of(layer);
+        let prefix = config.layer_name(layer);
         let Some(experts) = config.experts_of(layer) else {
             return vec![mlp_modules(&prefix, config).0];
         };
@@ -51,7 +51,7 @@ impl FeedForward {
         layer: i64,
         config: &LlamaConfig,
     ) -> Result<FeedForward> {
-        let prefix = prefix_of(layer);
+        let prefix = config.layer_name(layer);
         Ok(match config.experts_of(layer) {
             Some(experts) => FeedForward::Experts(MixtureOfExperts::take(
                 parameters, &prefix, config, experts,
@@ -106,10 +106,6 @@ impl FeedForward {
             FeedForward::Experts(experts) => experts.forward_rows(x, joint, inner, y),
         }
     }
-}
-
-fn prefix_of(layer: i64) -> String {
-    format!("model.layers.{layer}")
 }
 
 /// Returns the names of gate and up, in one or two layers, and of down, without `.weight`.

@@ -35,7 +35,7 @@
 //! | `remote` | `remote` (off) | training data at https://, s3:// and gs://, read by range |
 //! | `serve` | `serve` (off) | an HTTP server with OpenAI's API over the engine |
 //! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
-//! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
+//! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions and images in prompts, Parquet and Arrow files, speech |
 //! | [`core`] | always | the errors, checks and random numbers that all crates share |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!

@@ -14,12 +14,12 @@ use overdrive::nn::AdapterHost;
 use overdrive::onnx::{ExportOptions, export};
 use overdrive::quantization::GgufFile;
 use overdrive::transformer::{
-    CausalLm, EmbeddingModel, EncoderConfig, EncoderInput, EncoderModel, ForwardInput, InitOptions,
-    LabelShift, LoadOptions, MaskedLm, ModelConfig, QuantizeOptions, Reranker, Seq2SeqConfig,
-    Seq2SeqLm, SequenceClassifier, TokenSequence,
+    CausalLm, EmbeddingModel, EncoderConfig, EncoderInput, EncoderModel, ForwardInput, ImageTokens,
+    InitOptions, LabelShift, LoadOptions, LossOutput, MaskedLm, ModelConfig, QuantizeOptions,
+    Reranker, Seq2SeqConfig, Seq2SeqLm, SequenceClassifier, TokenSequence,
 };
 use serde_json::json;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 const PAGE: &str = include_str!("../../../docs/src/models.md");
 
@@ -121,6 +121,17 @@ fn tiny(model_type: &str) -> serde_json::Value {
             text["model_type"] = own.into();
             json!({"model_type": model_type, "text_config": text, "vision_config": {}})
         }
+        "qwen3_vl" => {
+            let mut text = sizes;
+            text["model_type"] = "qwen3_vl_text".into();
+            text["rope_parameters"] = json!({"rope_type": "default", "mrope_section": [4, 2, 2]});
+            let tower = json!({
+                "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "patch_size": 4,
+                "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+                "initializer_range": 0.2,
+            });
+            json!({"model_type": model_type, "text_config": text, "vision_config": tower, "image_token_id": 60})
+        }
         "deepseek_v2" | "deepseek_v3" => {
             let mut latent = sizes;
             let own = json!({
@@ -197,7 +208,7 @@ macro_rules! model {
 model!(
     CausalLm,
     |model: &CausalLm| model.forward(ForwardInput::new(&ids())),
-    |model: &CausalLm| model.loss(&ids(), &ids(), LabelShift::HuggingFace)
+    causal_loss
 );
 model!(
     MaskedLm,
@@ -209,6 +220,26 @@ model!(
     |model: &Seq2SeqLm| model.forward(&ids(), None, &ids()),
     |model: &Seq2SeqLm| model.loss(&ids(), None, &ids())
 );
+
+/// Computes the loss of a text; of a text with an image for a model that sees images.
+fn causal_loss(model: &CausalLm) -> overdrive::transformer::Result<LossOutput> {
+    let Some(vision) = model.config().vision() else {
+        return model.loss(&ids(), &ids(), LabelShift::HuggingFace);
+    };
+    let grids = [[2, 4]];
+    let tokens = vision.expand(&[5, vision.image_token_id, 9, 3], &grids)?;
+    let pixels = Tensor::arange(8 * vision.patch_width(), (Kind::Float, Device::Cpu)).sin();
+    let images = ImageTokens {
+        indices: Tensor::from_slice(&[1_i64, 2]),
+        features: model.encode_images(&pixels.view([8, -1]), &grids)?,
+    };
+    let positions = vision.positions(&tokens, &grids)?.to_tensor(Device::Cpu)?;
+    let ids = Tensor::from_slice(&tokens).view([1, -1]);
+    let input = ForwardInput::new(&ids)
+        .with_position_ids(&positions)
+        .with_images(&images);
+    model.loss_of(input, &ids, LabelShift::HuggingFace)
+}
 
 fn fresh(config: &ModelConfig) -> CausalLm {
     let options = InitOptions {

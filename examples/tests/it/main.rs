@@ -23,6 +23,8 @@ mod resume;
 mod seq2seq;
 mod template_flags;
 mod tokens;
+#[cfg(feature = "image")]
+mod vision;
 mod whole_run;
 
 /// The example `dpo`.
@@ -52,6 +54,11 @@ mod merge_example;
 /// The example `classify`.
 #[path = "../../classify.rs"]
 mod classify_example;
+/// The example `finetune_vision`.
+#[cfg(feature = "image")]
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../finetune_vision.rs"]
+mod finetune_vision_example;
 /// The example `images`.
 #[cfg(feature = "image")]
 #[allow(dead_code, reason = "its `main` is another program's")]

@@ -22,6 +22,7 @@ const QUANTIZED: [&str; 5] = [
     "dequantize_8bit",
 ];
 const OPTIMIZERS: [&str; 1] = ["adam8"];
+const LINEAR_ATTENTION: [&str; 2] = ["causal_conv1d", "delta_rule"];
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     // On a CPU there are none: the same checks run what the kernels replace.
@@ -40,7 +41,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     super::quantized::run(context)?;
     launched(context, "quantized", &QUANTIZED)?;
     super::optimizers::with_kernels(context)?;
-    launched(context, "optimizers", &OPTIMIZERS)
+    launched(context, "optimizers", &OPTIMIZERS)?;
+    super::linear_attention::run(context)?;
+    launched(context, "linear attention", &LINEAR_ATTENTION)
 }
 
 fn none_on(device: Device) -> Finding {

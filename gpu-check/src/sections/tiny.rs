@@ -23,7 +23,7 @@ use crate::models::{config, model, prompts, tokens};
 use crate::parity::{distance, furthest, name_of, tolerance};
 use crate::training::{arguments, loss, train as train_on_a_batch};
 
-use super::rates;
+use super::{images, rates};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
@@ -36,6 +36,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     adapt(context, &config)?;
     quantize(context, &config)?;
     generation(context, &config)?;
+    images::run(context)?;
     save(context, &config)
 }
 

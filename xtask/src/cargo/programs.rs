@@ -8,7 +8,8 @@ use super::Cargo;
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
     // The programs whose feature is off by default, because it compiles long or has another licence.
     let feature = match name {
-        "images" => Some("image"),
+        "images" | "finetune_vision" => Some("image"),
+        "chat" | "generate" if has_flag(further, "--image") => Some("image"),
         "packages" => Some("packages"),
         "speech" => Some("speech"),
         _ => None,
@@ -17,6 +18,14 @@ pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
         .features(feature)
         .and(&["--example", name, "--"].map(OsString::from))
         .and(without_dashes(further))
+}
+
+/// Returns `true` if a flag is among the arguments, with its value behind it or in it.
+fn has_flag(arguments: &[OsString], flag: &str) -> bool {
+    arguments.iter().any(|argument| {
+        let argument = argument.to_string_lossy();
+        argument.split('=').next() == Some(flag)
+    })
 }
 
 /// Returns the arguments of a program without a `--` before them.
@@ -154,6 +163,14 @@ mod tests {
                     "cargo run --release -p overdrive-examples {features}--example {name} -- --help"
                 )
             );
+        }
+        for (flag, has) in [
+            ("--image", true),
+            ("--image=a.png", true),
+            ("--images", false),
+        ] {
+            let line = example("chat", &words(&[flag, "a.png"])).line();
+            assert_eq!(line.contains("--features image"), has, "{line}");
         }
     }
 

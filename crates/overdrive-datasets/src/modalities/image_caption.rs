@@ -1,10 +1,11 @@
 //! A dataset of images and captions.
 
+use std::io::{BufRead, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
+use image::{DynamicImage, ImageDecoder, ImageReader, ImageResult, Limits, RgbImage};
 use serde_json::Value;
 
 use super::augment::ImageAugmentation;
@@ -153,33 +154,35 @@ impl ImageCaptionDataset {
         &self.rows
     }
 
-    fn read(
+    /// Reads record `index`, and makes an item of its decoded image, its caption and the path of the image.
+    pub(super) fn read<T>(
         &self,
         index: usize,
-        row: &Value,
-        base: &Path,
-    ) -> std::result::Result<ImageCaption, String> {
+        item: impl FnOnce(DynamicImage, String, PathBuf) -> std::result::Result<T, String>,
+    ) -> Result<T> {
+        let row = self.rows.get(index)?;
+        let location = self.rows.records().location(index)?;
+        let base = match &self.options.folder {
+            Some(folder) => folder,
+            None => location.path.parent().unwrap_or(Path::new("")),
+        };
         let text = |field: &str| {
             let value = row.get(field).and_then(Value::as_str);
             value.ok_or_else(|| format!("it has no text in the field {field:?}"))
         };
-        let caption = text(&self.options.text_field)?.to_owned();
-        let path = base.join(text(&self.options.image_field)?);
-        let failed = |problem: String| format!("the image {}: {problem}", path.display());
-        let image = decode(&path).map_err(|error| failed(error.to_string()))?;
-        let image = match &self.options.augmentation {
-            Some(augmentation) => {
-                let ImageOptions { height, width, .. } = self.options;
-                augmentation.apply(&image.into_rgb8(), index, width, height)
-            }
-            None => self.resized(image),
+        let read = || {
+            let caption = text(&self.options.text_field)?.to_owned();
+            let path = base.join(text(&self.options.image_field)?);
+            let failed = |problem: String| format!("the image {}: {problem}", path.display());
+            let reader = ImageReader::open(&path).map_err(|error| failed(error.to_string()))?;
+            let image = decode(reader).map_err(|error| failed(error.to_string()))?;
+            item(image, caption, path)
         };
-        Ok(ImageCaption {
-            pixels: self.normalized(&image),
-            height: image.height(),
-            width: image.width(),
-            caption,
-            path,
+        read().map_err(|problem| Error::InvalidRecord {
+            number: RecordNumber::Record(location.record),
+            offset: location.offset,
+            problem,
+            path: location.path.clone(),
         })
     }
 
@@ -215,10 +218,9 @@ impl ImageCaptionDataset {
 }
 
 /// Decodes an image and rotates it according to its EXIF orientation.
-fn decode(path: &Path) -> image::ImageResult<DynamicImage> {
+pub(super) fn decode<R: BufRead + Seek>(reader: ImageReader<R>) -> ImageResult<DynamicImage> {
     // The format is determined by the content, not by the extension.
-    let reader = ImageReader::open(path)?.with_guessed_format()?;
-    let mut decoder = reader.into_decoder()?;
+    let mut decoder = reader.with_guessed_format()?.into_decoder()?;
     // As in `ImageReader::decode`, the pixels count towards the memory limit.
     let mut limits = Limits::default();
     limits.reserve(decoder.total_bytes())?;
@@ -237,19 +239,22 @@ impl Dataset for ImageCaptionDataset {
     }
 
     fn get(&self, index: usize) -> Result<ImageCaption> {
-        let row = self.rows.get(index)?;
-        let location = self.rows.records().location(index)?;
-        let base = match &self.options.folder {
-            Some(folder) => folder,
-            None => location.path.parent().unwrap_or(Path::new("")),
-        };
-        self.read(index, &row, base)
-            .map_err(|problem| Error::InvalidRecord {
-                number: RecordNumber::Record(location.record),
-                offset: location.offset,
-                problem,
-                path: location.path.clone(),
+        self.read(index, |image, caption, path| {
+            let image = match &self.options.augmentation {
+                Some(augmentation) => {
+                    let ImageOptions { height, width, .. } = self.options;
+                    augmentation.apply(&image.into_rgb8(), index, width, height)
+                }
+                None => self.resized(image),
+            };
+            Ok(ImageCaption {
+                pixels: self.normalized(&image),
+                height: image.height(),
+                width: image.width(),
+                caption,
+                path,
             })
+        })
     }
 
     fn check_unchanged(&self) -> Result<()> {

@@ -14,6 +14,7 @@ mod resample;
 mod speech;
 #[cfg(feature = "tokenizers")]
 mod text;
+mod vision;
 
 #[cfg(feature = "image")]
 pub use augment::ImageAugmentation;
@@ -27,3 +28,6 @@ pub use resample::Resampling;
 pub use speech::{Speech, SpeechDataset, SpeechOptions};
 #[cfg(feature = "tokenizers")]
 pub use text::{TextDataset, TextDatasetOptions, TruncationSide};
+#[cfg(feature = "image")]
+pub use vision::{CaptionedPatches, PatchCaptionDataset};
+pub use vision::{ImagePatches, ImageProcessor};

@@ -20,6 +20,8 @@ mod device_loader;
 mod example_cache;
 #[cfg(feature = "image")]
 mod image_captions;
+#[cfg(feature = "image")]
+mod image_patches;
 mod index_files;
 mod instruction;
 #[cfg(feature = "tch")]

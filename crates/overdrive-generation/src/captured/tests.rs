@@ -11,7 +11,7 @@ use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 
 use super::rows_for;
 use crate::engine::EngineStatistics;
-use crate::{Engine, EngineConfig, GenerationConfig, Request, RequestId, generate};
+use crate::{Engine, EngineConfig, GenerationConfig, ImagePatches, Request, RequestId, generate};
 
 thread_local! {
     static FORCED: Cell<bool> = const { Cell::new(false) };
@@ -178,6 +178,46 @@ fn requests_get_the_same_tokens() {
         assert!(counts.steps_ahead > 0, "{counts:?}");
         assert_eq!(counts.preemptions > 0, case == 1, "{counts:?}");
         assert!(counts.reused_tokens > 0 || case == 2, "{counts:?}");
+    }
+}
+
+#[test]
+fn sequences_with_images_get_the_same_tokens_from_replayed_steps() {
+    tch::set_num_threads(1);
+    let crates = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let folder = crates.join("../overdrive-transformer/tests/fixtures/qwen3_vl");
+    let model = CausalLm::from_pretrained(folder, &Default::default()).unwrap();
+    let request = |seed: i64| {
+        // Some have an image of four tokens, which have two positions.
+        let image = ImagePatches {
+            pixels: (0..16 * 96)
+                .map(|at| ((at * (seed + 3)) as f32).sin())
+                .collect(),
+            patch_width: 96,
+            grid: [4, 4],
+            merge_size: 2,
+        };
+        let config = config(20 + seed as usize, (seed == 2).then_some(7));
+        let text = [5, 9, 3 + seed];
+        match seed % 3 {
+            1 => Request::new(text, config),
+            _ => Request::new(
+                [&text[..], &[122, 120, 120, 120, 120, 123]].concat(),
+                config,
+            )
+            .with_images(vec![image]),
+        }
+    };
+    let requests = || (0..6).map(request).collect();
+    for blocks in [200, 24] {
+        let settings = || small(|settings| settings.num_blocks = Some(blocks));
+        let (plain, _) = served(&model, settings(), &requests, None);
+        let forced = Forced::new();
+        let (captured, counts) = served(&model, settings(), &requests, None);
+        drop(forced);
+        assert_eq!(captured, plain);
+        assert!(counts.replayed_steps > 10, "{counts:?}");
+        assert_eq!(counts.preemptions > 0, blocks == 24, "{counts:?}");
     }
 }
 

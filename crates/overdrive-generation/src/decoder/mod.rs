@@ -8,7 +8,8 @@ use tch::{Device, Kind, Tensor};
 use crate::captured::is_forced;
 use crate::device_sampling::stays_on_device;
 use crate::generation_model::RowDecoder;
-use crate::{Error, GenerationConfig, Result, cache};
+use crate::images::PaddedImages;
+use crate::{Error, GenerationConfig, ImagePatches, Result, cache};
 
 mod encoder_decoder;
 mod padded;
@@ -106,6 +107,48 @@ impl<'a> Decoder<'a> {
             Layout::Padded(Padded::new(model, prompts, config, size)?)
         };
         Ok(Decoder { layout, fallback })
+    }
+
+    /// Returns a decoder of prompts with `images`, whose rows are padded; see [`Decoder::new`].
+    pub(crate) fn with_images(
+        model: &'a CausalLm,
+        prompts: &[Vec<i64>],
+        images: &[Vec<ImagePatches>],
+        config: &GenerationConfig,
+        copies: usize,
+    ) -> Result<Self> {
+        if images.iter().all(Vec::is_empty) {
+            return Decoder::new(model, prompts, config, copies);
+        }
+        let refused = |first, why| {
+            let second = "images";
+            Err(Error::Incompatible { first, second, why })
+        };
+        if config.cache_implementation.as_deref() == Some("paged") {
+            return refused(
+                "cache_implementation \"paged\"",
+                "the rows of `generate` are padded then; use an engine, whose cache is paged",
+            );
+        }
+        if cache::slides(config) {
+            return refused(
+                "cache_implementation \"sliding_window\"",
+                "a sliding cache moves keys along one axis, and image tokens have three",
+            );
+        }
+        // On a GPU the steps of padded rows are not captured.
+        let config = &GenerationConfig {
+            cache_implementation: config
+                .cache_implementation
+                .clone()
+                .or(Some("dynamic".to_owned())),
+            ..config.clone()
+        };
+        let mut decoder = Decoder::new(model, prompts, config, copies)?;
+        if let Layout::Padded(rows) = &mut decoder.layout {
+            rows.set_images(PaddedImages::new(model, prompts, images)?);
+        }
+        Ok(decoder)
     }
 
     /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.

@@ -4,6 +4,7 @@ use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
 use super::{DecoderSize, row_indices};
+use crate::images::PaddedImages;
 use crate::prompts::PaddedPrompts;
 use crate::{GenerationConfig, Result, cache};
 
@@ -14,6 +15,7 @@ pub(super) struct Padded<'a> {
     memory: Memory,
     chunk: Option<usize>,
     restart: Option<Restart>,
+    images: Option<PaddedImages>,
 }
 
 /// The tokens of a cache that is restarted when a sequence grows beyond a length, as transformers does for
@@ -104,7 +106,13 @@ impl<'a> Padded<'a> {
             memory,
             chunk: config.prefill_chunk_size,
             restart,
+            images: None,
         })
+    }
+
+    /// Sets the images of the prompts.
+    pub(super) fn set_images(&mut self, images: PaddedImages) {
+        self.images = Some(images);
     }
 
     /// Reads the prompts in chunks; returns the logits after them, `(B, 1, V)`.
@@ -168,9 +176,12 @@ impl<'a> Padded<'a> {
     }
 
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
-    pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
-        let rows = row_indices(rows, self.model.device())?;
+    pub(super) fn reorder(&mut self, order: &[usize]) -> Result<()> {
+        let rows = row_indices(order, self.model.device())?;
         self.prompts.reorder(&rows)?;
+        if let Some(images) = &mut self.images {
+            images.reorder(order)?;
+        }
         if let Some(restart) = &mut self.restart {
             restart.tokens = restart.tokens.f_index_select(0, &rows)?;
         }
@@ -214,13 +225,20 @@ impl<'a> Padded<'a> {
             Memory::Cache(cache) => cache.len(),
             Memory::Tokens(_) => 0,
         };
-        let positions = self.prompts.positions(past, tokens)?;
+        let mut positions = self.prompts.positions(past, tokens)?;
+        let mut image_tokens = None;
+        if let Some(images) = &self.images {
+            let counted = self.prompts.counted(past, tokens)?;
+            positions = Some(images.positions(past, &counted)?);
+            image_tokens = images.tokens(past, tokens)?;
+        }
         let mask = self.prompts.mask(past + tokens)?;
         let mut input = ForwardInput::new(ids).with_logits(logits);
         if let Some(positions) = &positions {
             input.position_ids = Some(positions);
             input.position_bound = Some(self.prompts.position_bound(past, tokens));
         }
+        input.images = image_tokens.as_ref();
         input.attention_mask = mask.as_ref();
         if let Memory::Cache(cache) = &mut self.memory {
             input.cache = Some(cache.as_mut());

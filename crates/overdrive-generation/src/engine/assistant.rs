@@ -174,6 +174,7 @@ impl Assistant {
             position_bound: batch.longest(),
             cache: &mut batch,
             logits_indices: &last,
+            images: None,
             adapters: None,
         };
         let logits = self.model.forward(step)?;

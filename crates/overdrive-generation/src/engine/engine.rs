@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use overdrive_core::random::entropy;
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
 use overdrive_sys::transfer::to_device;
+use overdrive_transformer::VisionConfig;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 use tracing::info;
@@ -18,11 +19,13 @@ use super::request::{Completion, Completions, Event, Outcome, Request, RequestId
 use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
+use super::step_images::StepImages;
 use super::step_logits::{SequenceLogits, StepEnd, StepLogits};
 use crate::captured::CapturedSteps;
+use crate::images::PromptImages;
 use crate::rows::ChosenToken;
 use crate::speculation::check_vocabularies;
-use crate::{EngineConfig, Error, FinishReason, Result, TokenLogprobs};
+use crate::{EngineConfig, Error, FinishReason, ImagePatches, Result, TokenLogprobs};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
 /// leave at any step.
@@ -168,6 +171,7 @@ impl<M: EngineModel> Engine<M> {
                 num_blocks,
                 has_text: false,
                 adapters: model.adapters().into_iter().map(Arc::from).collect(),
+                vision: model.vision().cloned().map(Arc::new),
             },
             tokenizer: None,
             assistant: None,
@@ -219,6 +223,11 @@ impl<M: EngineModel> Engine<M> {
         Ok(self)
     }
 
+    /// Returns the vision tower and the tokens of images, if the model sees images.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.limits.vision.as_deref()
+    }
+
     /// Submits a request; the following steps compute it.
     ///
     /// # Errors
@@ -230,8 +239,13 @@ impl<M: EngineModel> Engine<M> {
         let id = self.next_id();
         let limit = self.limits.longest(&request);
         let adapter = self.limits.adapter(&request)?;
+        let images = self.images_of(&request.prompt, request.images)?;
+        let keys = images
+            .as_ref()
+            .map(|images| Arc::from(images.keys.as_slice()));
         let shared = RequestContext {
             request: id,
+            images,
             config: request.config,
             prompt: &request.prompt,
             limit,
@@ -268,8 +282,21 @@ impl<M: EngineModel> Engine<M> {
         let namespace = adapter.map_or(0, |index| index as u64 + 1);
         let reusable = first.reusable();
         self.scheduler
-            .submit((id.0, 0), namespace, (prompt, reusable), first);
+            .submit((id.0, 0), namespace, (prompt, reusable), keys, first);
         Ok(id)
+    }
+
+    /// Returns the images of a prompt, if it has any.
+    fn images_of(
+        &self,
+        prompt: &[i64],
+        images: Vec<ImagePatches>,
+    ) -> Result<Option<Arc<PromptImages>>> {
+        if images.is_empty() {
+            return Ok(None);
+        }
+        let images = PromptImages::new(prompt, images, self.limits.vision()?)?;
+        Ok(Some(Arc::new(images)))
     }
 
     /// Ends a request: its samples finish with the tokens that they have, as [`FinishReason::Stopped`],
@@ -496,6 +523,12 @@ impl<M: EngineModel> Engine<M> {
         if chunks.is_empty() {
             return Ok(0);
         }
+        for chunk in &chunks {
+            if let Some(images) = &running[chunk.sequence].data.images {
+                let id = self.scheduler.cache_id(chunk.sequence)?;
+                self.cache.set_position_offset(id, images.delta())?;
+            }
+        }
         if let Some(flight) = self.launch(&chunks)? {
             return self.land(flight);
         }
@@ -551,7 +584,7 @@ impl<M: EngineModel> Engine<M> {
         let running = self.scheduler.running();
         let new_tokens = |chunk: &Chunk| {
             let sequence = &running[chunk.sequence];
-            let mut new = sequence.tokens[chunk.start..chunk.end].to_vec();
+            let mut new = sequence.keys(chunk.start..chunk.end).into_owned();
             new.extend(sequence.data.proposal.iter().take(chunk.proposed));
             Ok((self.scheduler.cache_id(chunk.sequence)?, new))
         };
@@ -559,7 +592,12 @@ impl<M: EngineModel> Engine<M> {
         let step = new_tokens.iter().map(|(id, new)| (*id, new.as_slice()));
         let step: Vec<(SequenceId, &[i64])> = step.collect();
         let mut batch = self.cache.batch(&step)?;
-        let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
+        let sequence = |chunk: &Chunk| &running[chunk.sequence];
+        let images = StepImages::of(chunks, sequence, &self.model, self.device)?;
+        let (ids, positions, images) = match images {
+            None => (batch.input_ids()?, batch.position_ids()?, None),
+            Some(images) => (images.input_ids, images.position_ids, images.tokens),
+        };
         let (mut ends, mut logits_indices) = (Vec::new(), Vec::new());
         let (mut scored, mut scored_indices) = (Vec::new(), Vec::new());
         for (chunk, index) in chunks.iter().zip(batch.last_indices()) {
@@ -599,6 +637,7 @@ impl<M: EngineModel> Engine<M> {
             position_bound: batch.longest(),
             cache: &mut batch,
             logits_indices: &logits_indices,
+            images: images.as_ref(),
             adapters: adapters.as_ref(),
         };
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;

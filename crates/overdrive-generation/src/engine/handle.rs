@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use overdrive_sys::denormals::set_flush_denormals;
+use overdrive_transformer::VisionConfig;
 
 use super::engine::Engine;
 use super::model::EngineModel;
@@ -243,6 +244,11 @@ impl EngineHandle {
     /// Returns the largest number of tokens of a prompt.
     pub fn max_prompt_len(&self) -> usize {
         self.limits.context
+    }
+
+    /// Returns the vision tower and the tokens of images, if the model sees images.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        self.limits.vision.as_deref()
     }
 
     /// Returns the names of the adapters that requests can choose.

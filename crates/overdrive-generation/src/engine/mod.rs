@@ -16,6 +16,7 @@ mod request;
 mod sample;
 mod scheduler;
 mod statistics;
+mod step_images;
 mod step_logits;
 
 pub use config::EngineConfig;

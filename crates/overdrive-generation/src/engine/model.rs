@@ -2,7 +2,9 @@ use std::sync::Arc;
 
 use overdrive_kv_cache::{CacheShape, KvCache};
 use overdrive_nn::AdapterRows;
-use overdrive_transformer::{CausalLm, ForwardInput, Logits};
+use overdrive_transformer::{
+    CausalLm, ForwardInput, ImageFeatures, ImageTokens, Logits, VisionConfig,
+};
 use tch::{Device, Tensor};
 
 use super::scheduler::Chunk;
@@ -41,6 +43,21 @@ pub trait EngineModel {
     fn loads_on_first_use(&self) -> bool {
         self.cache_shape()
             .is_ok_and(|shape| shape.device != Device::Cpu)
+    }
+
+    /// Returns the vision tower and the tokens of images, if the model sees images. Default: `None`.
+    fn vision(&self) -> Option<&VisionConfig> {
+        None
+    }
+
+    /// Returns the image tokens of patches `pixels (N, W)`, which are those of `grids` of `[height, width]` patches one
+    /// after another. Default: an error, for a model that sees no images.
+    ///
+    /// # Errors
+    /// An error of the model.
+    fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
+        let _images = (pixels, grids);
+        Err(overdrive_transformer::Error::NoVision.into())
     }
 
     /// Returns the logits `(N, V)` of one step.
@@ -88,7 +105,8 @@ pub trait EngineModel {
 pub struct RaggedStep<'a, 'c> {
     /// The token ids `(1, T)`, i64.
     pub input_ids: &'a Tensor,
-    /// The position of each token in its own sequence, `(1, T)`, i64.
+    /// The position of each token in its own sequence, `(1, T)`, i64. If a sequence of the step has images, the three
+    /// positions of each token, `(3, 1, T)`.
     pub position_ids: &'a Tensor,
     /// A number that all positions are below.
     pub position_bound: i64,
@@ -96,6 +114,9 @@ pub struct RaggedStep<'a, 'c> {
     pub cache: &'a mut (dyn KvCache + 'c),
     /// The indices of the `N` tokens of the row whose logits are wanted, i64 `(N,)`.
     pub logits_indices: &'a Tensor,
+    /// The image tokens among the tokens of the row, if there are any. A model without
+    /// [`vision`](EngineModel::vision) never gets any.
+    pub images: Option<&'a ImageTokens>,
     /// The adapters of the tokens, if a sequence of the step has one. A model without
     /// [`adapters`](EngineModel::adapters) never gets any.
     pub adapters: Option<&'a StepAdapters>,
@@ -159,6 +180,14 @@ impl EngineModel for CausalLm {
         CausalLm::is_batch_invariant(self)
     }
 
+    fn vision(&self) -> Option<&VisionConfig> {
+        self.config().vision()
+    }
+
+    fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
+        Ok(CausalLm::encode_images(self, pixels, grids)?)
+    }
+
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         let adapters = step.adapters;
         let hidden = wanted_states(self, step)?;
@@ -194,11 +223,12 @@ impl EngineModel for CausalLm {
 
 /// Returns the hidden states `(1, N, C)` of the tokens whose logits are wanted.
 fn wanted_states(model: &CausalLm, step: RaggedStep<'_, '_>) -> Result<Tensor> {
-    let input = ForwardInput::new(step.input_ids)
+    let mut input = ForwardInput::new(step.input_ids)
         .with_position_ids(step.position_ids)
         .with_position_bound(step.position_bound)
         .with_cache(step.cache)
         .with_logits(Logits::At(step.logits_indices));
+    input.images = step.images;
     let _tokens = step
         .adapters
         .map(|adapters| adapters.tokens.clone().scope());
@@ -228,6 +258,14 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn loads_on_first_use(&self) -> bool {
         (**self).loads_on_first_use()
+    }
+
+    fn vision(&self) -> Option<&VisionConfig> {
+        (**self).vision()
+    }
+
+    fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
+        (**self).encode_images(pixels, grids)
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {

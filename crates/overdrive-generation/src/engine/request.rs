@@ -2,9 +2,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use overdrive_transformer::VisionConfig;
+
+use crate::images::grid_of;
 use crate::prompts::{check, check_ids};
 use crate::rows::limit;
-use crate::{Constraint, Error, FinishReason, GenerationConfig, Result, TokenLogprobs};
+use crate::{
+    Constraint, Error, FinishReason, GenerationConfig, ImagePatches, Result, TokenLogprobs,
+};
 
 /// The id of a request of one [`Engine`](crate::Engine); later requests have higher ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -27,6 +32,8 @@ pub struct Request {
     pub config: GenerationConfig,
     /// A constraint on the continuations. Default `None`.
     pub constraint: Option<Box<dyn Constraint>>,
+    /// The images of the prompt, in the order of their image tokens, for a model that sees images. Default empty, for none.
+    pub images: Vec<ImagePatches>,
     /// The name of the adapter that the request is computed with; one of
     /// [`EngineModel::adapters`](crate::EngineModel::adapters). Requests of several adapters share a batch.
     /// Default `None`: the model as it is.
@@ -48,6 +55,7 @@ impl Request {
             prompt: prompt.into(),
             config,
             constraint: None,
+            images: Vec::new(),
             adapter: None,
             prompt_logprobs: None,
         }
@@ -57,6 +65,16 @@ impl Request {
     #[must_use]
     pub fn with_constraint(mut self, constraint: Box<dyn Constraint>) -> Request {
         self.constraint = Some(constraint);
+        self
+    }
+
+    /// Returns the request with the images of its prompt, in which as many image tokens stand for each as it has
+    /// ([`VisionConfig::expand`](overdrive_transformer::VisionConfig::expand)).
+    ///
+    /// Requests share cached blocks of images whose pixels are the same.
+    #[must_use]
+    pub fn with_images(mut self, images: Vec<ImagePatches>) -> Request {
+        self.images = images;
         self
     }
 
@@ -218,6 +236,8 @@ pub(super) struct RequestLimits {
     pub(super) has_text: bool,
     /// The names of the adapters of the model.
     pub(super) adapters: Arc<[Arc<str>]>,
+    /// The vision tower, if the model sees images.
+    pub(super) vision: Option<Arc<VisionConfig>>,
 }
 
 impl RequestLimits {
@@ -241,6 +261,10 @@ impl RequestLimits {
             return Err(Error::NotInEngine { key, found, hint });
         }
         check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;
+        if !request.images.is_empty() {
+            let grids: Vec<[i64; 2]> = request.images.iter().map(grid_of).collect();
+            self.vision()?.positions(prompt, &grids)?;
+        }
         // The last token is never read, so it takes no slot of the cache.
         let tokens = (self.longest(request).0 - 1).max(prompt.len());
         let blocks = tokens.div_ceil(self.block_size);
@@ -254,6 +278,12 @@ impl RequestLimits {
             });
         }
         Ok(())
+    }
+
+    /// Returns the vision tower, which a request with images needs.
+    pub(super) fn vision(&self) -> Result<&VisionConfig> {
+        let vision = self.vision.as_deref();
+        Ok(vision.ok_or(overdrive_transformer::Error::NoVision)?)
     }
 
     /// Returns the index of the adapter of `request`.

@@ -7,6 +7,7 @@ use super::prompt_logprobs::{PromptScores, ScoredPosition};
 use super::request::{PromptLogprobs, RequestId};
 use super::scheduler::Chunk;
 use crate::device_sampling::RowLogits;
+use crate::images::PromptImages;
 use crate::row_text::RowText;
 use crate::rows::{ChosenToken, RowState, is_late};
 use crate::speculation::{MOST_PROPOSED, PromptLookup};
@@ -23,6 +24,8 @@ pub(super) struct Sample {
     pub(super) row: RowState<'static>,
     /// The index of its adapter among those of the engine.
     pub(super) adapter: Option<usize>,
+    /// The images of its prompt.
+    pub(super) images: Option<Arc<PromptImages>>,
     submitted: Instant,
     first_token: Option<Duration>,
     /// The other samples of the request, until the prompt that they share has been read.
@@ -47,6 +50,7 @@ pub(super) struct RequestContext<'a> {
     pub(super) seed: u64,
     pub(super) constraint: Option<Box<dyn Constraint>>,
     pub(super) adapter: Option<usize>,
+    pub(super) images: Option<Arc<PromptImages>>,
     pub(super) tokenizer: Option<&'a Arc<Tokenizer>>,
     pub(super) vocabulary: usize,
 }
@@ -70,6 +74,7 @@ impl Sample {
                 logprobs: Vec::new(),
             },
             adapter: shared.adapter,
+            images: shared.images.clone(),
             submitted: Instant::now(),
             first_token: None,
             siblings: Vec::new(),

@@ -16,7 +16,10 @@
 //! The earliest sequence always makes progress: the blocks that it needs can be taken from later ones,
 //! and a sequence that does not fit an empty pool is never submitted. So every sequence ends.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
 
 use super::block_allocator::BlockAllocator;
 use crate::{Error, Result};
@@ -30,6 +33,9 @@ pub(super) struct ScheduledSequence<I, T> {
     pub(super) arrival: Arrival,
     /// The tokens of prompt and continuation so far.
     pub(super) tokens: Vec<i64>,
+    /// The ids by which the cache knows the first tokens, if they are not the tokens themselves: those of a prompt with
+    /// images.
+    keys: Option<Arc<[i64]>>,
     /// The namespace of the cache in which it shares blocks.
     namespace: u64,
     /// The number of tokens that are in the cache.
@@ -51,6 +57,7 @@ impl<I, T> ScheduledSequence<I, T> {
         ScheduledSequence {
             arrival,
             tokens,
+            keys: None,
             namespace,
             computed: 0,
             cache_id: None,
@@ -59,6 +66,16 @@ impl<I, T> ScheduledSequence<I, T> {
             preempted_len: 0,
             data,
         }
+    }
+
+    /// Returns the ids by which the cache knows the tokens in `range`.
+    pub(super) fn keys(&self, range: Range<usize>) -> Cow<'_, [i64]> {
+        let Some(keys) = self.keys.as_ref().filter(|keys| range.start < keys.len()) else {
+            return Cow::Borrowed(&self.tokens[range]);
+        };
+        let end = range.end.min(keys.len());
+        let rest = &self.tokens[end..range.end];
+        Cow::Owned([&keys[range.start..end], rest].concat())
     }
 
     fn rest(&self) -> usize {
@@ -133,16 +150,19 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.limits.max_sequences
     }
 
-    /// Submits a sequence; its first `reusable` tokens may be taken from the cache.
+    /// Submits a sequence; its first `reusable` tokens may be taken from the cache, which knows the first tokens by `keys`
+    /// if there are any.
     pub(super) fn submit(
         &mut self,
         arrival: Arrival,
         namespace: u64,
         (tokens, reusable): (Vec<i64>, usize),
+        keys: Option<Arc<[i64]>>,
         data: T,
     ) {
         let mut sequence = ScheduledSequence::new(arrival, namespace, tokens, data);
         sequence.reusable = reusable;
+        sequence.keys = keys;
         self.wait(sequence);
     }
 
@@ -266,6 +286,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         tokens.push(next);
         let arrival = (source.arrival.0, sample);
         let mut copy = ScheduledSequence::new(arrival, source.namespace, tokens, data);
+        copy.keys.clone_from(&source.keys);
         if self.running.len() < self.limits.max_sequences {
             copy.computed = source.computed;
             copy.cache_id = Some(blocks.fork(cache_id)?);
@@ -368,8 +389,8 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             };
             // The cache leaves the last of the tokens to be computed.
             let reusable = sequence.reusable.saturating_add(1);
-            let known = &sequence.tokens[..reusable.min(sequence.tokens.len())];
-            let (cache_id, cached) = match blocks.add(sequence.namespace, known) {
+            let known = sequence.keys(0..reusable.min(sequence.tokens.len()));
+            let (cache_id, cached) = match blocks.add(sequence.namespace, &known) {
                 Ok(added) => added,
                 Err(error) => {
                     self.waiting.push_front(sequence);

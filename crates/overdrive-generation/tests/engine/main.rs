@@ -8,4 +8,5 @@ mod requests;
 mod soak;
 #[path = "../it/support.rs"]
 mod support;
+mod vision;
 mod warm_up;

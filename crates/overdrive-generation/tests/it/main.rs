@@ -18,4 +18,5 @@ mod seq2seq;
 mod speculation;
 mod support;
 mod text_stream;
+mod vision;
 mod warm_up;

@@ -1,10 +1,12 @@
 //! Helpers of several test files.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 
-use overdrive_generation::GenerationConfig;
+use overdrive_generation::{GenerationConfig, ImagePatches};
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+use tch::Tensor;
 use tokenizers::Tokenizer;
 
 /// Returns a byte-level BPE whose tokens are the 256 bytes, the id of a byte being its index in the
@@ -116,4 +118,51 @@ pub(crate) fn chi_squared(counts: &[f64], probabilities: &[f64]) -> (f64, f64) {
 pub(crate) fn once_in_a_thousand(freedom: f64) -> f64 {
     let part = 2.0 / (9.0 * freedom);
     freedom * (1.0 - part + 3.09 * part.sqrt()).powi(3)
+}
+
+/// Prompts with images, and what transformers continues them with greedily.
+pub(crate) struct WithImages {
+    pub(crate) prompts: Vec<Vec<i64>>,
+    pub(crate) images: Vec<Vec<ImagePatches>>,
+    pub(crate) continuations: Vec<Vec<i64>>,
+}
+
+/// Reads the prompts of the fixture `qwen3_vl` of overdrive-transformer.
+pub(crate) fn with_images() -> WithImages {
+    let crates = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let file = "../overdrive-transformer/tests/fixtures/qwen3_vl/expected.safetensors";
+    let tensors: HashMap<String, Tensor> = Tensor::read_safetensors(crates.join(file))
+        .expect("run gen_vision.py of overdrive-transformer")
+        .into_iter()
+        .collect();
+    let numbers =
+        |name: &str, row: i64| -> Vec<i64> { Vec::try_from(tensors[name].select(0, row)).unwrap() };
+    let pixels = Vec::<f32>::try_from(tensors["pixels"].flatten(0, -1)).unwrap();
+    let mut rest = pixels.as_slice();
+    let mut image = |number: i64| {
+        let grid = numbers("grids", number);
+        let grid = [grid[0] as usize, grid[1] as usize];
+        let own;
+        (own, rest) = rest.split_at(grid[0] * grid[1] * 96);
+        ImagePatches {
+            pixels: own.to_vec(),
+            patch_width: 96,
+            grid,
+            merge_size: 2,
+        }
+    };
+    let padding = numbers("attention_mask", 1)
+        .iter()
+        .filter(|mask| **mask == 0)
+        .count();
+    WithImages {
+        prompts: vec![
+            numbers("input_ids", 0),
+            numbers("input_ids", 1)[padding..].to_vec(),
+        ],
+        images: vec![vec![image(0), image(1)], vec![image(2)]],
+        continuations: [0, 1]
+            .map(|row| numbers("greedy", row)[24..].to_vec())
+            .to_vec(),
+    }
 }

@@ -99,15 +99,17 @@ pub(super) fn decode(stand_in: &StandIn, kind: Kind) {
         let (keys, values) = (pool(), pool());
         let int = |count: i64| empty(&[count], Kind::Int);
         let (table, starts, counts) = (int(30), int(4), int(3));
-        let paged = DecodeLayout::Paged {
+        let paged = |longest_keys| DecodeLayout::Paged {
             blocks: &table,
             key_starts: &starts,
             query_starts: &starts,
             counts: &counts,
             longest_queries: 3,
-            longest_keys: 290,
+            longest_keys,
         };
-        let plain = decode_call(&query, &keys, &values, paged);
+        // Too few keys for a second split.
+        run(&decode_call(&query, &keys, &values, paged(60)));
+        let plain = decode_call(&query, &keys, &values, paged(290));
         run(&plain);
         run(&Decode {
             left: Some(40),
@@ -155,6 +157,8 @@ pub(super) fn decode(stand_in: &StandIn, kind: Kind) {
             });
         }
     }
+    // Attention takes no wider heads in f32, but a pool does.
+    written(stand_in, kind, 192);
 }
 
 #[test]

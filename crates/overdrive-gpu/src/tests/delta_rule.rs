@@ -10,7 +10,7 @@ pub(super) fn delta_rule(stand_in: &StandIn, kind: Kind) {
     let run = |call: &DeltaRule<'_>| stand_in.kernels.delta_rule(call);
     // The widths of keys and values, for each bucket.
     for (key_dim, value_dim) in [(48, 32), (128, 16), (144, 48)] {
-        for (qk_l2norm, is_tiled) in [(false, false), (true, false), (true, true)] {
+        for qk_l2norm in [false, true] {
             let (tokens, key_heads, heads, sequences) = (4, 2, 6, 3);
             // As a convolution leaves them: side by side.
             let widths = [key_heads * key_dim, key_heads * key_dim, heads * value_dim];
@@ -36,7 +36,6 @@ pub(super) fn delta_rule(stand_in: &StandIn, kind: Kind) {
                 beta: &numbers,
                 states: &states,
                 plan: &plan,
-                is_tiled,
                 scale: 0.25,
                 qk_l2norm,
             };

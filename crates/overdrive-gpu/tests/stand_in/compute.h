@@ -326,21 +326,21 @@ static void unit(const float* x, double* y, int dim, double scale) {
 static void delta(void** p) {
   const float *decay = FLOATS(3), *beta = FLOATS(4);
   float *states = FLOATS(5), *y = FLOATS(7);
-  int sequences = INTEGER(8), heads = INTEGER(9), keys = INTEGER(12), values = INTEGER(13);
+  int sequences = INTEGER(8), heads = INTEGER(9), keys = INTEGER(11), values = INTEGER(12);
   double q[256], k[256], state[256];
   for (int s = 0; s < sequences; ++s) {
     long at[4];
     plan_of(INTEGERS(6), sequences, s, at);
     // A column of the state of a head at a time.
     for (long h = 0; h < heads; ++h) for (int c = 0; c < values; ++c) {
-      long key_head = h / INTEGER(11) % INTEGER(10);
+      long key_head = h / INTEGER(10);
       for (int r = 0; r < keys; ++r) state[r] = at[2] < 0 ? 0 : states[((at[2] * heads + h) * keys + r) * values + c];
       for (long t = at[0]; t < at[1]; ++t) {
-        unit(FLOATS(0) + t * LONG(14) + key_head * LONG(15), q, keys, NUMBER(20));
-        unit(FLOATS(1) + t * LONG(16) + key_head * LONG(17), k, keys, 1);
+        unit(FLOATS(0) + t * LONG(13) + key_head * LONG(14), q, keys, NUMBER(19));
+        unit(FLOATS(1) + t * LONG(15) + key_head * LONG(16), k, keys, 1);
         double held = 0, out = 0, g = exp(decay[t * heads + h]);
         for (int r = 0; r < keys; ++r) held += (state[r] *= g) * k[r];
-        double change = (FLOATS(2)[t * LONG(18) + h * LONG(19) + c] - held) * beta[t * heads + h];
+        double change = (FLOATS(2)[t * LONG(17) + h * LONG(18) + c] - held) * beta[t * heads + h];
         for (int r = 0; r < keys; ++r) out += (state[r] += k[r] * change) * q[r];
         y[(t * heads + h) * values + c] = (float)out;
       }

@@ -75,17 +75,19 @@ impl<'a> PagedBatch<'a> {
         self.row(tokens.copied().collect())
     }
 
-    /// Returns the position of each new token in its sequence: i64 `(1, N)`.
+    /// Returns the position of each new token in its sequence, with the sequence's
+    /// [offset](PagedCache::set_position_offset): i64 `(1, N)`.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn position_ids(&self) -> Result<Tensor> {
-        let positions = |new: &PreparedSequence| new.past..new.past + new.tokens.len();
-        let positions = self.step.prepared.iter().flat_map(positions);
-        self.row(positions.map(to_i64).collect())
+        let positions =
+            |new: &PreparedSequence| new.position..new.position + to_i64(new.tokens.len());
+        self.row(self.step.prepared.iter().flat_map(positions).collect())
     }
 
-    /// Returns the length of the longest sequence, including its new tokens: all positions are below it.
+    /// Returns the length of the longest sequence, including its new tokens: all positions are below it, unless an
+    /// [offset](PagedCache::set_position_offset) is positive.
     pub fn longest(&self) -> i64 {
         let lengths = self
             .step

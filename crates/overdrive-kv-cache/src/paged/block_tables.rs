@@ -42,6 +42,8 @@ struct Sequence {
     tokens: Vec<i64>,
     /// The namespace; only sequences of the same namespace share blocks by their tokens.
     namespace: u64,
+    /// What the position of a new token is more than its index.
+    position_offset: i64,
 }
 
 /// The new tokens of a sequence and their blocks, which take effect when the step is committed.
@@ -51,6 +53,8 @@ pub(super) struct PreparedSequence {
     pub(super) tokens: Vec<i64>,
     /// The number of tokens before the step.
     pub(super) past: usize,
+    /// The position of the first new token.
+    pub(super) position: i64,
     /// The table of the sequence with the new blocks.
     pub(super) table: Vec<BlockId>,
     /// The blocks that were allocated for it.
@@ -101,6 +105,7 @@ impl BlockTables {
             table,
             tokens: tokens[..cached].to_vec(),
             namespace,
+            position_offset: 0,
         };
         (self.insert(sequence), cached)
     }
@@ -128,6 +133,11 @@ impl BlockTables {
             self.pool.retain(*block);
         }
         Ok(self.insert(sequence))
+    }
+
+    pub(super) fn set_position_offset(&mut self, id: SequenceId, offset: i64) -> Result<()> {
+        self.sequence_mut(id)?.position_offset = offset;
+        Ok(())
     }
 
     pub(super) fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
@@ -218,6 +228,9 @@ impl BlockTables {
         let shared = self.shared_last_block(id, tokens.len())?;
         let sequence = self.sequence(id)?;
         let (past, mut table) = (sequence.tokens.len(), sequence.table.clone());
+        let index = i64::try_from(past).unwrap_or(i64::MAX);
+        // A negative position would be an index outside the tables of rotary positions.
+        let position = index.saturating_add(sequence.position_offset).max(0);
         let mut taken = Vec::with_capacity(needed);
         for _ in 0..needed {
             let (index, statistics) = (&mut self.index, &mut self.statistics);
@@ -250,6 +263,7 @@ impl BlockTables {
             id,
             tokens: tokens.to_vec(),
             past,
+            position,
             table,
             taken,
             copy,

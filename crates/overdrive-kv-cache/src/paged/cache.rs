@@ -21,9 +21,9 @@ use crate::{Error, KvView, Result};
 /// compared, not only their hashes, so a sequence never gets the keys of another
 /// prefix.
 ///
-/// Keys that depend on more than the preceding tokens (an adapter, other positions, an image behind a
-/// placeholder) need their own namespace: sequences of different namespaces share no blocks
-/// ([`add_in`](PagedCache::add_in)).
+/// Keys that depend on more than the preceding tokens (an adapter, other positions) need their own namespace: sequences
+/// of different namespaces share no blocks ([`add_in`](PagedCache::add_in)). The cache only compares its tokens, so a
+/// placeholder of an image may be any number here that follows from the image, and is shared with the same image alone.
 ///
 /// A step of the model uses a [`PagedBatch`]. The pool is allocated once: keys and values
 /// `(num_blocks, kv_heads, block_size, head_dim)` for each layer. On a CPU its pages use memory only once
@@ -222,6 +222,15 @@ impl PagedCache {
     /// change.
     pub fn forget_prefixes(&mut self) {
         self.tables.forget_prefixes();
+    }
+
+    /// Sets what the position of each further token of a sequence is more than its index, such as the `rope_deltas` of a
+    /// prompt with images; 0 for a new sequence. Forks have the same offset. Positions below 0 are 0.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchSequence`].
+    pub fn set_position_offset(&mut self, id: SequenceId, offset: i64) -> Result<()> {
+        self.tables.set_position_offset(id, offset)
     }
 
     /// Begins a step: allocates the blocks for the new tokens of some sequences, for all or for none, and

@@ -119,7 +119,7 @@ impl PagedDecodeInputs {
                     let id = new.tokens.first().copied().unwrap_or(0);
                     [
                         id,
-                        to_i64(new.past),
+                        new.position,
                         block.into(),
                         to_i64(new.past % block_size),
                     ]

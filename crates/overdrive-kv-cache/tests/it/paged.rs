@@ -126,6 +126,32 @@ fn assert_close(got: &Tensor, expected: &Tensor) {
 }
 
 #[test]
+fn an_offset_moves_the_positions_of_new_tokens_of_a_sequence_and_its_forks() {
+    let mut cache = paged(4, 20);
+    let (moved, other) = (cache.add(&[5, 6, 7]).unwrap().0, cache.add(&[8]).unwrap().0);
+    step(&mut cache, &[(moved, &[5, 6, 7]), (other, &[8])]);
+    cache.set_position_offset(moved, -2).unwrap();
+    let fork = cache.fork(moved).unwrap();
+    let row = |tensor: Tensor| Vec::<i64>::try_from(tensor.view([-1])).unwrap();
+    let batch = cache
+        .batch(&[(moved, &[9, 9]), (other, &[9]), (fork, &[9])])
+        .unwrap();
+    assert_eq!(row(batch.position_ids().unwrap()), [1, 2, 1, 1]);
+    drop(batch);
+    let mut inputs = cache.decode_inputs(4, 16).unwrap();
+    let tokens = [(moved, 9), (other, 9), (fork, 9)];
+    let decoding = cache.decode_step(&mut inputs, &tokens, 4).unwrap().unwrap();
+    assert_eq!(row(decoding.position_ids().unwrap()), [1, 1, 1, 0]);
+    drop(decoding);
+    cache.set_position_offset(moved, -9).unwrap();
+    let batch = cache.batch(&[(moved, &[9])]).unwrap();
+    assert_eq!(row(batch.position_ids().unwrap()), [0]);
+    drop(batch);
+    cache.release(moved).unwrap();
+    assert!(cache.set_position_offset(moved, 0).is_err());
+}
+
+#[test]
 fn sequences_of_one_row_attend_to_themselves_only() {
     let mut cache = paged(4, 20);
     let sequences: [Vec<i64>; 3] = [(0..9).collect(), vec![30], (50..64).collect()];

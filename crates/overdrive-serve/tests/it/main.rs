@@ -9,6 +9,7 @@ mod client;
 mod connections;
 mod embeddings;
 mod evaluation;
+mod images;
 mod limits;
 mod lm_eval;
 mod openai_client;

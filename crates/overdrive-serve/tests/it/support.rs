@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 
 use overdrive_generation::{
     CacheShape, ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, EngineHandle, EngineModel,
-    GenerateOptions, GenerateOutput, GenerationConfig, Message, RaggedStep, Result, Tokenizer,
-    generate_with_options,
+    GenerateOptions, GenerateOutput, GenerationConfig, ImageProcessor, Message, RaggedStep, Result,
+    Tokenizer, generate_with_options,
 };
 use overdrive_serve::{PoolingModel, ServedModel, Server, ServerOptions};
-use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+use overdrive_transformer::{CausalLm, ImageFeatures, InitOptions, LlamaConfig, VisionConfig};
 use serde_json::{Value, json};
 use tch::Tensor;
 use tokio::sync::oneshot;
@@ -172,6 +172,14 @@ impl EngineModel for Gated {
         self.0.adapters()
     }
 
+    fn vision(&self) -> Option<&VisionConfig> {
+        EngineModel::vision(&self.0)
+    }
+
+    fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
+        EngineModel::encode_images(&self.0, pixels, grids)
+    }
+
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.1.pass();
         EngineModel::forward(&self.0, step)
@@ -222,6 +230,25 @@ impl TestServer {
         let engine = EngineHandle::spawn(engine).unwrap();
         let options = ServerOptions::default();
         let server = Server::new(engine, served(tokenizer), options).unwrap();
+        TestServer::of(server, gate)
+    }
+
+    /// Starts a server over a model that sees images.
+    pub(crate) fn with_images(
+        model: CausalLm,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        processor: ImageProcessor,
+    ) -> TestServer {
+        let gate = Gate::new(true);
+        let tokenizer = Arc::new(tokenizer);
+        let engine = gated_engine(model, gate.clone(), |_| {});
+        let engine = engine.with_tokenizer(Arc::clone(&tokenizer));
+        let served = served(tokenizer)
+            .with_template(template)
+            .with_image_processor(processor);
+        let engine = EngineHandle::spawn(engine).unwrap();
+        let server = Server::new(engine, served, ServerOptions::default()).unwrap();
         TestServer::of(server, gate)
     }
 

@@ -74,6 +74,8 @@ pub enum LlamaFamily {
     /// Gemma 4 (text): as Gemma 3n, with one residual stream, and with heads of another size in layers without a window;
     /// with or without a mixture of experts beside the feed-forward block of each layer.
     Gemma4,
+    /// Qwen3-VL, dense: a Qwen3 that sees images, with three rotary positions for each token.
+    Qwen3Vl,
 }
 
 impl LlamaFamily {
@@ -107,6 +109,7 @@ impl LlamaFamily {
             LlamaFamily::Qwen35Moe => "qwen3_5_moe_text",
             LlamaFamily::Gemma3n => "gemma3n_text",
             LlamaFamily::Gemma4 => "gemma4_text",
+            LlamaFamily::Qwen3Vl => "qwen3_vl_text",
         }
     }
 
@@ -140,6 +143,7 @@ impl LlamaFamily {
             LlamaFamily::Qwen35Moe => "Qwen3_5MoeForCausalLM",
             LlamaFamily::Gemma3n => "Gemma3nForCausalLM",
             LlamaFamily::Gemma4 => "Gemma4ForCausalLM",
+            LlamaFamily::Qwen3Vl => "Qwen3VLForConditionalGeneration",
         }
     }
 

@@ -6,6 +6,7 @@ use super::family::{LayerType, LlamaFamily};
 use super::mla::MlaConfig;
 use super::per_layer::PerLayerConfig;
 use super::rope_scaling::{RopeScaling, Yarn};
+use super::vision::VisionConfig;
 use crate::rope::QueryScaling;
 
 mod json;
@@ -118,6 +119,8 @@ pub struct LlamaConfig {
     pub delta_net: Option<DeltaNetConfig>,
     /// What differs from layer to layer: required for Gemma 3n and 4, `None` for all other families; default `None`.
     pub per_layer: Option<PerLayerConfig>,
+    /// The vision tower and the tokens of images: required for Qwen3-VL, `None` for all other families; default `None`.
+    pub vision: Option<VisionConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
     /// The ids of the end-of-sequence tokens; default 2.
@@ -173,6 +176,7 @@ impl Default for LlamaConfig {
             experts: None,
             mla: None,
             delta_net: None,
+            vision: None,
             per_layer: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
@@ -284,6 +288,21 @@ impl LlamaConfig {
                     ..llama
                 }
             }
+            LlamaFamily::Qwen3Vl => LlamaConfig {
+                vocab_size: 151_936,
+                intermediate_size: 22016,
+                num_key_value_heads: Some(32),
+                head_dim: Some(128),
+                max_position_embeddings: 128_000,
+                rope_theta: 5e5,
+                vision: Some(VisionConfig {
+                    out_hidden_size: 4096,
+                    ..VisionConfig::default()
+                }),
+                bos_token_id: None,
+                eos_token_id: Vec::new(),
+                ..llama
+            },
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => LlamaConfig {
                 vocab_size: 151_936,
                 intermediate_size: 22016,
@@ -476,6 +495,19 @@ impl LlamaConfig {
             .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
     }
 
+    /// Returns the name of the decoder in a checkpoint.
+    pub(crate) fn backbone_name(&self) -> &'static str {
+        match self.family {
+            LlamaFamily::Qwen3Vl => "model.language_model",
+            _ => "model",
+        }
+    }
+
+    /// Returns the name of a layer in a checkpoint.
+    pub(crate) fn layer_name(&self, layer: i64) -> String {
+        format!("{}.layers.{layer}", self.backbone_name())
+    }
+
     /// Returns the number of a head's channels that are rotated.
     pub(crate) fn rotary_dim(&self) -> i64 {
         if let Some(mla) = &self.mla {
@@ -565,6 +597,7 @@ impl LlamaConfig {
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
+            LlamaFamily::Qwen3Vl => true,
             family if family.is_hybrid() => true,
             LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => true,
             LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => true,
@@ -746,6 +779,7 @@ impl LlamaConfig {
             | LlamaFamily::Qwen3Next
             | LlamaFamily::Qwen35
             | LlamaFamily::Qwen35Moe
+            | LlamaFamily::Qwen3Vl
             | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral
             | LlamaFamily::Ministral3

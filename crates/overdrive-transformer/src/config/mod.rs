@@ -15,6 +15,7 @@ mod rope_scaling;
 mod seq2seq;
 mod sizes;
 mod t5;
+mod vision;
 
 use std::path::Path;
 
@@ -42,6 +43,7 @@ pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 pub use seq2seq::Seq2SeqConfig;
 pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
 pub use t5::T5Config;
+pub use vision::VisionConfig;
 
 /// The architecture and sizes of a model, as in `config.json`.
 ///
@@ -77,7 +79,7 @@ pub enum ModelConfig {
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
     gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, \
     qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, \
-    qwen3_5_moe_text, gpt2";
+    qwen3_5_moe_text, qwen3_vl, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
@@ -139,6 +141,7 @@ impl ModelConfig {
             Some("qwen3_5_moe") => {
                 ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35Moe])?)
             }
+            Some("qwen3_vl") => ModelConfig::Llama(vision::read(fields)?),
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)
@@ -228,6 +231,14 @@ impl ModelConfig {
     pub fn cache_restart(&self) -> Option<i64> {
         match self {
             ModelConfig::Llama(config) => config.cache_restart(),
+            ModelConfig::Gpt2(_) => None,
+        }
+    }
+
+    /// Returns the vision tower and the tokens of images, if the model sees images.
+    pub fn vision(&self) -> Option<&VisionConfig> {
+        match self {
+            ModelConfig::Llama(config) => config.vision.as_ref(),
             ModelConfig::Gpt2(_) => None,
         }
     }

@@ -9,7 +9,7 @@ use crate::{AttentionImplementation, Result};
 
 /// Computes attention of `query (B, H, T, D)` over keys and values of the same shape, as `(B, T, H·D)`; inside each
 /// of `sequences` if there are, in one row. A token sees `window` others on each side, or all.
-pub(super) fn attend(
+pub(crate) fn attend(
     [query, key, value]: [&Tensor; 3],
     sequences: Option<&PackedLengths>,
     window: Option<usize>,

@@ -12,6 +12,7 @@ mod model;
 mod parameters;
 mod quantize;
 
+pub(crate) use attend::attend;
 pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
 pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
 pub use input::EncoderInput;

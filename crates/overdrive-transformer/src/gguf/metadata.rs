@@ -132,7 +132,8 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         | F::GraniteMoeHybrid
         | F::DeepseekV2
         | F::DeepseekV3
-        | F::Gemma3n => {
+        | F::Gemma3n
+        | F::Qwen3Vl => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),

@@ -53,7 +53,7 @@ impl Attention {
         layer: i64,
         config: &LlamaConfig,
     ) -> Result<Attention> {
-        let prefix = &format!("model.layers.{layer}");
+        let prefix = &config.layer_name(layer);
         if let Some(sizes) = config.delta_net_of(layer) {
             let delta_net = GatedDeltaNet::take(parameters, prefix, config, sizes)?;
             return Ok(Attention::DeltaNet(delta_net));

@@ -3,9 +3,9 @@ use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
-use crate::{Init, LlamaConfig, LlamaFamily, per_layer, phi};
+use crate::{Init, LlamaConfig, LlamaFamily, per_layer, phi, vision};
 
-/// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
+/// Returns the parameters of a Llama in the order of transformers' `named_parameters`, with those of images last.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     if config.family == LlamaFamily::Phi {
         return phi::parameters(config);
@@ -25,7 +25,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         |name: String, shape: &[i64], init, role| ParameterSpec::new(name, shape, init, role);
     use ParameterRole::{Conv1d, Embedding, Head, Linear, Other, Router};
     all.push(spec(
-        "model.embed_tokens.weight".to_owned(),
+        format!("{}.embed_tokens.weight", config.backbone_name()),
         &[config.vocab_size, hidden],
         normal,
         Embedding,
@@ -35,15 +35,15 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             all.extend(per_layer::block_parameters(config, sizes, layer));
             continue;
         }
+        let prefix = config.layer_name(layer);
         let [mut attention, mut mlp, mut norms] = [Vec::new(), Vec::new(), Vec::new()];
         let mut add =
             |name, shape: &[i64], init, role| attention.push(spec(name, shape, init, role));
         if config.family == LlamaFamily::GptOss {
-            let name = format!("model.layers.{layer}.self_attn.sinks");
+            let name = format!("{prefix}.self_attn.sinks");
             add(name, &[config.num_attention_heads], normal, Other);
         }
         if let Some(mla) = &config.mla {
-            let prefix = format!("model.layers.{layer}");
             for (name, shape, role, bias) in LatentAttention::layers_of(&prefix, config, mla) {
                 let [outputs, inputs] = shape;
                 match role {
@@ -57,7 +57,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         }
         let delta_net = config.delta_net_of(layer);
         let mut linear = |name: &str, output, input, bias| {
-            let name = format!("model.layers.{layer}.{name}");
+            let name = format!("{prefix}.{name}");
             add(format!("{name}.weight"), &[output, input], normal, Linear);
             if bias {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
@@ -85,19 +85,18 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 .into_iter()
                 .zip(config.qk_norm_widths())
             {
-                let name = format!("model.layers.{layer}.self_attn.{name}.weight");
+                let name = format!("{prefix}.self_attn.{name}.weight");
                 add(name, &[width], one, Other);
             }
         }
         if let Some(sizes) = delta_net {
-            let prefix = format!("model.layers.{layer}");
             attention = GatedDeltaNet::parameters(&prefix, config, sizes);
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
             let is_router = role == Router;
             mlp.push(spec(format!("{name}.weight"), &shape, normal, role));
             if is_router && config.family == LlamaFamily::DeepseekV3 {
-                let name = correction_name(&format!("model.layers.{layer}"));
+                let name = correction_name(&prefix);
                 mlp.push(spec(name, &shape[..1], Init::Zeros, Other));
             }
             if config.has_mlp_bias() {
@@ -112,7 +111,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             }
         }
         for (_, name) in config.family.block_norms() {
-            let name = format!("model.layers.{layer}.{name}.weight");
+            let name = format!("{prefix}.{name}.weight");
             norms.push(spec(name, &[hidden], one, Other));
         }
         let parts = match config.family {
@@ -121,7 +120,8 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         };
         all.extend(parts.into_iter().flatten());
     }
-    all.push(spec("model.norm.weight".to_owned(), &[hidden], one, Other));
+    let norm = format!("{}.norm.weight", config.backbone_name());
+    all.push(spec(norm, &[hidden], one, Other));
     if let Some(sizes) = &config.per_layer {
         all.extend(per_layer::model_parameters(config, sizes));
     }
@@ -132,6 +132,9 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             normal,
             Head,
         ));
+    }
+    if let Some(vision) = &config.vision {
+        all.extend(vision::parameters(vision));
     }
     all
 }

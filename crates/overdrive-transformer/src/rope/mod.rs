@@ -28,6 +28,8 @@ pub(crate) struct Rotary {
     convention: Convention,
     /// The factor of queries.
     query_scaling: Option<QueryScaling>,
+    /// The axis of the position that each frequency belongs to, if a token has three positions.
+    axes: Option<Vec<i64>>,
 }
 
 /// The factor `1 + beta · ln(1 + floor(p / original))` of the query at position `p`.
@@ -70,6 +72,7 @@ impl Rotary {
             tables: RefCell::default(),
             convention: Convention::default(),
             query_scaling: None,
+            axes: None,
         })
     }
 
@@ -81,6 +84,7 @@ impl Rotary {
             tables: RefCell::default(),
             convention: Convention::default(),
             query_scaling: None,
+            axes: None,
         }
     }
 
@@ -90,6 +94,21 @@ impl Rotary {
             query_scaling,
             ..self
         }
+    }
+
+    /// Sets the numbers of frequencies of time, row and column. Frequencies of the three take turns, until those of rows or
+    /// columns are used up (Qwen3-VL).
+    pub(crate) fn with_sections(self, sections: Option<[i64; 3]>) -> Rotary {
+        let channels = self.frequencies.short().len() as i64;
+        let axes = sections.map(|sections| {
+            let axis = |channel: i64| match channel % 3 {
+                1 if channel < 3 * sections[1] => 1,
+                2 if channel < 3 * sections[2] => 2,
+                _ => 0,
+            };
+            (0..channels).map(axis).collect()
+        });
+        Rotary { axes, ..self }
     }
 
     /// Sets the channels that form a pair.
@@ -149,7 +168,7 @@ impl Rotary {
                 None => table.f_narrow(0, shape.past, shape.tokens)?,
                 Some(positions) => {
                     let rows = table.f_index_select(0, &positions.f_reshape([-1])?)?;
-                    of_rows(&rows, positions)?
+                    self.of_rows(&rows, positions)?
                 }
             };
             Ok(rows.f_to_kind(kind)?)
@@ -184,7 +203,7 @@ impl Rotary {
         let shaped = |rows: Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
                 None => rows,
-                Some(positions) => of_rows(&rows, positions)?,
+                Some(positions) => self.of_rows(&rows, positions)?,
             };
             Ok(rows.f_to_kind(kind)?)
         };
@@ -193,6 +212,25 @@ impl Rotary {
             sin: shaped(sin)?,
             convention: self.convention,
             query_scale: query_scale.map(shaped).transpose()?,
+        })
+    }
+
+    /// Views `rows (B·T, D/2)` as `(B, T, D/2)`, or as `(T, D/2)` if all rows of the batch share positions. Of the three
+    /// `rows` of a token with three positions, each frequency takes that of its axis.
+    fn of_rows(&self, rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        let mut size = positions.size();
+        size.push(-1);
+        let mut rows = rows.f_view(size.as_slice())?;
+        if let (Some(axes), 4) = (&self.axes, rows.dim()) {
+            let axes = Tensor::f_from_slice(axes)?.f_to_device(rows.device())?;
+            let mut one = rows.size();
+            one[0] = 1;
+            let axes = axes.f_expand(one.as_slice(), false)?;
+            rows = rows.f_gather(0, &axes, false)?.f_squeeze_dim(0)?;
+        }
+        Ok(match rows.size()[0] {
+            1 => rows.f_squeeze_dim(0)?,
+            _ => rows,
         })
     }
 
@@ -218,16 +256,6 @@ impl Rotary {
             scale => (cos.f_mul_scalar(scale)?, sin.f_mul_scalar(scale)?),
         })
     }
-}
-
-/// Views `rows (B·T, D/2)` as `(B, T, D/2)`, or as `(T, D/2)` if all rows of the batch share positions.
-fn of_rows(rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
-    let size = positions.size();
-    let rows = rows.f_view([size[0], size[1], -1])?;
-    Ok(match size[0] {
-        1 => rows.f_squeeze_dim(0)?,
-        _ => rows,
-    })
 }
 
 impl Rotation {

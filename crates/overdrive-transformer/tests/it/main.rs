@@ -27,3 +27,4 @@ mod quantized;
 mod quantized_checkpoints;
 mod seq2seq;
 mod unused_tensors;
+mod vision;

@@ -114,6 +114,7 @@ fn run(trace: &[TracedSequence], limits: Limits, total: usize, block_size: usize
                 (number as u64, 0),
                 0,
                 (vec![1; sequence.prompt], usize::MAX),
+                None,
                 length,
             );
         }
@@ -247,8 +248,8 @@ fn a_long_prompt_is_read_in_chunks_beside_the_tokens_of_others() {
         reserve: 0,
     };
     let mut scheduler: Scheduler<u32, ()> = Scheduler::new(limits);
-    scheduler.submit((0, 0), 0, (vec![1; 3], usize::MAX), ());
-    scheduler.submit((1, 0), 0, (vec![1; 20], usize::MAX), ());
+    scheduler.submit((0, 0), 0, (vec![1; 3], usize::MAX), None, ());
+    scheduler.submit((1, 0), 0, (vec![1; 20], usize::MAX), None, ());
     let mut steps = Vec::new();
     for _ in 0..4 {
         let chunks = scheduler.schedule(&mut pool).unwrap();
@@ -292,7 +293,7 @@ fn a_fork_shares_blocks_and_waits_if_there_is_no_seat() {
         reserve: 0,
     };
     let mut scheduler: Scheduler<u32, &str> = Scheduler::new(limits);
-    scheduler.submit((0, 0), 0, (vec![1; 6], usize::MAX), "first");
+    scheduler.submit((0, 0), 0, (vec![1; 6], usize::MAX), None, "first");
     let chunks = scheduler.schedule(&mut pool).unwrap();
     pool.take(scheduler.cache_id(0).unwrap(), 6);
     scheduler.computed(&chunks);

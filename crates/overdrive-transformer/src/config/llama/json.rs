@@ -6,7 +6,7 @@ use crate::config::experts::ExpertsConfig;
 use crate::config::family::{LayerType, LlamaFamily, layer_types};
 use crate::config::fields::{self, Fields, bad, ids_to_json};
 use crate::config::rope_scaling::RopeScaling;
-use crate::config::without_written_keys;
+use crate::config::{vision, without_written_keys};
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 
@@ -353,6 +353,7 @@ impl LlamaConfig {
                     "no_rope_layer_interval": self.no_rope_layer_interval,
                 })
             }
+            LlamaFamily::Qwen3Vl => json!({"attention_bias": self.attention_bias}),
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Qwen2Moe => {
                 let key = self.attention_bias_key();
                 map.insert(key.to_owned(), self.attention_bias.into());
@@ -467,7 +468,10 @@ impl LlamaConfig {
         map.insert(self.activation_key().to_owned(), activation);
         map.insert(self.norm_eps_key().to_owned(), self.rms_norm_eps.into());
         self.write_rope(&mut map);
-        map
+        match &self.vision {
+            Some(vision) => vision::write(vision, map, self.family.architecture()),
+            None => map,
+        }
     }
 
     fn write_rope(&self, map: &mut Map<String, Value>) {

@@ -5,7 +5,7 @@ use crate::activation::activation_named;
 use crate::config::experts::ExpertsConfig;
 use crate::config::fields::bad;
 use crate::config::sizes::{self, check_layers, check_size};
-use crate::{LlamaFamily, Result};
+use crate::{LlamaFamily, Result, RopeScaling};
 
 impl LlamaConfig {
     pub(in crate::config) fn validate(&self) -> Result<()> {
@@ -28,6 +28,7 @@ impl LlamaConfig {
         let heads = self.num_attention_heads;
         self.check_mla()?;
         self.check_delta_net()?;
+        self.check_vision()?;
         let of_heads = self.mla.is_none();
         if of_heads && self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
@@ -126,6 +127,29 @@ impl LlamaConfig {
             self.head_dim()
         );
         Err(bad("partial_rotary_factor", &part.into(), &expected))
+    }
+
+    fn check_vision(&self) -> Result<()> {
+        match &self.vision {
+            Some(vision) if self.family == LlamaFamily::Qwen3Vl => {
+                vision.validate(self.hidden_size, self.head_dim(), self.num_hidden_layers)?;
+                if self.rope_scaling == RopeScaling::Default {
+                    return Ok(());
+                }
+                let found = self.rope_scaling.to_json();
+                Err(bad(
+                    "rope_scaling",
+                    &found,
+                    "of type default for a model with images",
+                ))
+            }
+            None if self.family != LlamaFamily::Qwen3Vl => Ok(()),
+            given => {
+                let found = if given.is_some() { "set" } else { "missing" };
+                let expected = "set for Qwen3-VL and `None` for all other families";
+                Err(bad("vision", &found.into(), expected))
+            }
+        }
     }
 
     fn check_per_layer(&self) -> Result<()> {

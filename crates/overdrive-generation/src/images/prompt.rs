@@ -1,0 +1,94 @@
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use overdrive_datasets::ImagePatches;
+use overdrive_transformer::{ImageFeatures, ImagePositions, VisionConfig};
+use tch::{Device, Kind, Tensor};
+
+use super::{grid_of, pixels_of};
+use crate::Result;
+use crate::engine::EngineModel;
+
+/// The images of a request, and what the steps of its sequences need of them.
+#[derive(Debug)]
+pub(crate) struct PromptImages {
+    images: Vec<ImagePatches>,
+    positions: ImagePositions,
+    /// The ids by which a cache knows the tokens of the prompt: in place of image tokens, negative numbers that follow from
+    /// the pixels, so that no other image's keys are taken for theirs.
+    pub(crate) keys: Vec<i64>,
+    /// The image tokens while the prompt is read. A lock, as the samples of a request share them.
+    features: Mutex<Option<ImageFeatures>>,
+}
+
+impl PromptImages {
+    pub(crate) fn new(
+        prompt: &[i64],
+        images: Vec<ImagePatches>,
+        vision: &VisionConfig,
+    ) -> Result<PromptImages> {
+        let grids: Vec<[i64; 2]> = images.iter().map(grid_of).collect();
+        let positions = vision.positions(prompt, &grids)?;
+        let mut keys = prompt.to_vec();
+        let mut places = positions.image_tokens.iter();
+        for (image, grid) in images.iter().zip(&grids) {
+            let digest = image.digest().0;
+            let count = vision.image_tokens(*grid).unsigned_abs() as usize;
+            for (index, place) in places.by_ref().take(count).enumerate() {
+                // Neighbouring tokens have different parts of the digest, so that a block has all of it.
+                let part = 8 * (index % 4);
+                let mut word = [0; 8];
+                word.copy_from_slice(&digest[part..part + 8]);
+                keys[*place] = i64::from_le_bytes(word) | i64::MIN;
+            }
+        }
+        Ok(PromptImages {
+            images,
+            positions,
+            keys,
+            features: Mutex::new(None),
+        })
+    }
+
+    /// Returns what the position of a token after the prompt is more than its index.
+    pub(crate) fn delta(&self) -> i64 {
+        self.positions.delta
+    }
+
+    /// Returns the three positions of the token at `index` of the sequence.
+    pub(crate) fn position(&self, index: usize) -> [i64; 3] {
+        let given = self.positions.positions.get(index).copied();
+        given.unwrap_or([index as i64 + self.positions.delta; 3])
+    }
+
+    /// Returns the image tokens among the tokens `range` of the sequence, and their indices in it, if there are any. They
+    /// are computed for the first tokens that need them, and dropped after the last.
+    pub(crate) fn tokens<M: EngineModel + ?Sized>(
+        &self,
+        range: Range<usize>,
+        model: &M,
+        device: Device,
+    ) -> Result<Option<(&[usize], ImageFeatures)>> {
+        let all = &self.positions.image_tokens;
+        let within = all.partition_point(|place| *place < range.start)
+            ..all.partition_point(|place| *place < range.end);
+        if within.is_empty() {
+            return Ok(None);
+        }
+        let mut features = self.features.lock().unwrap_or_else(PoisonError::into_inner);
+        let whole = match features.take() {
+            Some(whole) => whole,
+            None => {
+                let grids: Vec<[i64; 2]> = self.images.iter().map(grid_of).collect();
+                model.encode_images(&pixels_of(&self.images)?, &grids)?
+            }
+        };
+        let (from, to) = (within.start as i64, within.end as i64);
+        let indices = Tensor::f_arange_start(from, to, (Kind::Int64, device))?;
+        let part = whole.select(&indices)?;
+        if within.end < all.len() {
+            *features = Some(whole);
+        }
+        Ok(Some((&all[within], part)))
+    }
+}
