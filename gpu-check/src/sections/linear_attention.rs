@@ -133,9 +133,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         format!("a layer of the gated delta rule, {sequences} streams"),
         || {
             let mut step = Step::new(sequences, 1)?.on(device, Kind::BFloat16, Kind::Float)?;
-            let with = seconds(device, 5, 10, || Ok(drop(step.run()?)))?;
+            let with = seconds(device, 5, 10, || step.run().map(drop))?;
             let off = overdrive_gpu::override_enabled(false);
-            let without = seconds(device, 5, 10, || Ok(drop(step.run()?)))?;
+            let without = seconds(device, 5, 10, || step.run().map(drop))?;
             drop(off);
             // Each state is read and written once.
             let bytes = (2 * sequences * HEADS * DIM * DIM * 4) as f64;
