@@ -183,6 +183,36 @@ fn other_files_are_refused() {
     assert!(open(&bytes[..bytes.len() / 2]).contains("the file ends within the message"));
 }
 
+/// arrow-ipc would allocate as many bytes, and a failed allocation ends the process.
+#[test]
+fn a_damaged_length_of_a_compressed_column_is_an_error() {
+    for name in ["lz4.feather", "zstd_stream.arrow"] {
+        let bytes = std::fs::read(fixture(&format!("tables/{name}"))).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        let mut refused = 0;
+        // The lengths are aligned to 8 bytes; those of other numbers are damaged as well.
+        for at in (0..bytes.len() - 8).step_by(8) {
+            let length = i64::from_le_bytes(*bytes[at..].first_chunk().unwrap());
+            if !(16..1 << 20).contains(&length) {
+                continue;
+            }
+            let mut changed = bytes.clone();
+            changed[at + 6] = 0x80;
+            std::fs::write(&path, &changed).unwrap();
+            let read = TableRecords::<Value>::open([&path]).and_then(|rows| {
+                (0..rows.len())
+                    .map(|index| rows.get(index))
+                    .collect::<overdrive_datasets::Result<Vec<_>>>()
+            });
+            if let Err(error) = read {
+                refused += usize::from(error.to_string().contains("has a column of 3602879"));
+            }
+        }
+        assert!(refused > 3, "{name}: {refused}");
+    }
+}
+
 proptest! {
     #![proptest_config(cases(64))]
 

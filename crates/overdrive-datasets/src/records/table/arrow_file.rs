@@ -8,7 +8,7 @@ use arrow_array::RecordBatch;
 use arrow_buffer::Buffer;
 use arrow_ipc::convert::try_fb_to_schema;
 use arrow_ipc::reader::FileDecoder;
-use arrow_ipc::{Block as IpcBlock, MessageHeader, root_as_message};
+use arrow_ipc::{Block as IpcBlock, MessageHeader, RecordBatch as IpcRecordBatch, root_as_message};
 use overdrive_core::files::FileMap;
 
 use super::{Block, TableFile};
@@ -31,6 +31,10 @@ struct Message<'a> {
 
 /// The marker before the length of a message, since version 0.15 of Arrow.
 const CONTINUATION: [u8; 4] = [0xff; 4];
+
+/// The largest number of bytes of a decompressed buffer. A column of text or numbers with offsets of 32 bits has half of it
+/// at most.
+const MOST_BYTES: i64 = 1 << 32;
 
 impl ArrowFile {
     /// Reads the headers of all messages, and the dictionaries.
@@ -115,13 +119,43 @@ impl TableFile for ArrowFile {
 /// Returns a copy of the bytes of a message: its columns may outlive the map.
 fn bytes(map: &[u8], location: &IpcBlock) -> Result<Buffer, String> {
     let start = location.offset() as usize;
-    let length = location.metaDataLength() as usize + location.bodyLength() as usize;
+    let header = location.metaDataLength() as usize;
+    let length = header + location.bodyLength() as usize;
     let bytes = start
         .checked_add(length)
-        .and_then(|end| map.get(start..end));
-    bytes
-        .map(Buffer::from)
-        .ok_or_else(|| format!("the file ends within the message at byte {start}"))
+        .and_then(|end| map.get(start..end))
+        .ok_or_else(|| format!("the file ends within the message at byte {start}"))?;
+    if let Some(message) = next_message(map, start)? {
+        let dictionary = message.header.header_as_dictionary_batch();
+        let batch = dictionary.and_then(|dictionary| dictionary.data());
+        let batch = batch.or(message.header.header_as_record_batch());
+        check_lengths(batch, &bytes[header..])
+            .map_err(|problem| format!("the message at byte {start} {problem}"))?;
+    }
+    Ok(Buffer::from(bytes))
+}
+
+/// Checks the lengths that compressed buffers begin with: arrow-ipc allocates as many bytes before it decompresses, and a
+/// failed allocation ends the process.
+fn check_lengths(batch: Option<IpcRecordBatch<'_>>, body: &[u8]) -> Result<(), String> {
+    let compressed = batch.filter(|batch| batch.compression().is_some());
+    let buffers = compressed.and_then(|batch| batch.buffers());
+    for buffer in buffers.into_iter().flatten() {
+        let start = usize::try_from(buffer.offset()).unwrap_or(usize::MAX);
+        let prefix = body.get(start..).and_then(<[u8]>::first_chunk::<8>);
+        let Some(prefix) = prefix.filter(|_| buffer.length() >= 8) else {
+            // An empty buffer, or one that arrow-ipc refuses.
+            continue;
+        };
+        let length = i64::from_le_bytes(*prefix);
+        if length > MOST_BYTES {
+            return Err(format!(
+                "has a column of {length} bytes, of which at most {MOST_BYTES} are read; it is damaged, or needs smaller \
+                 batches"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Reads the header of the message at `at`; returns `None` at the end of the stream.
