@@ -151,7 +151,7 @@ fn flatten(content: &mut Value, param: &str) -> Result<(), String> {
                         .and_then(Value::as_str)
                         .unwrap_or("unknown");
                     format!(
-                        "`{param}.content` has a part of type {kind:?}; this model reads text only"
+                        "`{param}.content` has a part of type {kind:?}; only parts of type \"text\" are read here"
                     )
                 };
                 texts.push(text.ok_or_else(missing)?);
