@@ -14,7 +14,7 @@ pub(crate) struct PaddedImages {
     places: Vec<Vec<(i64, i64)>>,
     /// The positions of the prompts, `(3, B, T)`.
     positions: Tensor,
-    /// What the positions after the prompts are more than the numbers of the tokens, `(B, 1)`.
+    /// The difference between the position and the index of a token after the prompt of each row, `(B, 1)`.
     deltas: Tensor,
 }
 

@@ -50,7 +50,7 @@ impl PromptImages {
         })
     }
 
-    /// Returns what the position of a token after the prompt is more than its index.
+    /// Returns the difference between the position and the index of a token after the prompt.
     pub(crate) fn delta(&self) -> i64 {
         self.positions.delta
     }

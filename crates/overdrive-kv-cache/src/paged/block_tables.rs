@@ -42,7 +42,7 @@ struct Sequence {
     tokens: Vec<i64>,
     /// The namespace; only sequences of the same namespace share blocks by their tokens.
     namespace: u64,
-    /// What the position of a new token is more than its index.
+    /// The difference between the position and the index of a new token.
     position_offset: i64,
 }
 

@@ -224,8 +224,8 @@ impl PagedCache {
         self.tables.forget_prefixes();
     }
 
-    /// Sets what the position of each further token of a sequence is more than its index, such as the `rope_deltas` of a
-    /// prompt with images; 0 for a new sequence. Forks have the same offset. Positions below 0 are 0.
+    /// Sets the difference between the position and the index of each further token of a sequence, such as the
+    /// `rope_deltas` of a prompt with images; 0 for a new sequence. Forks have the same offset. Positions below 0 are 0.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].

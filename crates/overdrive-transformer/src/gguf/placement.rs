@@ -1,4 +1,4 @@
-//! Where GGUF files have a parameter, and in which form.
+//! The location and the form of a parameter in a GGUF file.
 
 use tch::Tensor;
 
@@ -22,11 +22,11 @@ pub(super) struct Placement {
     pub(super) form: Form,
 }
 
-/// How the elements in a file differ from those of transformers.
+/// The difference between the elements in a file and those of transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     Same,
-    /// What a norm multiplies by, where transformers has what it adds to one.
+    /// The factor of a norm; transformers stores the factor minus one.
     PlusOne,
     /// `-exp` of the elements.
     NegativeExponential,
