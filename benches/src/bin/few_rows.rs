@@ -1,5 +1,5 @@
 //! The speed at which a matmul of a few rows reads its weights, beside libtorch's operator: the source of the
-//! limit in `src/linear.rs`.
+//! limit in `src/linear/`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin few_rows

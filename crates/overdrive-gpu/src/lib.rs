@@ -72,6 +72,7 @@
 #![deny(missing_docs)]
 
 mod adam;
+mod choice;
 mod counters;
 mod decode;
 mod delta_rule;
@@ -90,14 +91,13 @@ mod rotary;
 mod verified;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
+pub use choice::{EnabledGuard, kernels, opened, override_enabled, serve_cpu_with, set_enabled};
 pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback};
 pub use delta_rule::{CausalConv1d, DeltaRule, StatePlan};
 pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};
-pub use kernels::{
-    EnabledGuard, Kernels, dense, kernels, opened, override_enabled, serve_cpu_with, set_enabled,
-};
+pub use kernels::{Kernels, dense};
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{NormGradients, Normalized, RmsNorm};
 pub use paged_write::PagedWrite;

@@ -4,7 +4,7 @@ use overdrive_kv_cache::SequenceId;
 use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
-use super::engine::Engine;
+use super::Engine;
 use super::model::EngineModel;
 use super::scheduler::Chunk;
 use super::step_logits::{StepEnd, StepLogits, StepPlans};

@@ -8,7 +8,7 @@ use std::time::Duration;
 use overdrive_sys::denormals::set_flush_denormals;
 use overdrive_transformer::VisionConfig;
 
-use super::engine::Engine;
+use super::Engine;
 use super::model::EngineModel;
 use super::request::{Completion, Completions, Event, Request, RequestId, RequestLimits};
 use super::statistics::EngineStatistics;

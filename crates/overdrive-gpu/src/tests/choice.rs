@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use super::stand_in::StandIn;
-use crate::kernels::Gpus;
+use crate::choice::Gpus;
 use crate::verified::VERIFIED;
 
 /// Asks about a GPU of this compute capability; returns the images that are used and the number of times that the driver

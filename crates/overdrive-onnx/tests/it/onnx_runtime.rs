@@ -97,7 +97,7 @@ fn every_opset_and_form_of_attention_computes_the_same() {
                 ..ExportOptions::default()
             };
             if attention == Attention::GroupQuery && NARROW.contains(&case) {
-                continue; // `structure.rs` has the refusal.
+                continue; // `structure/` has the refusal.
             }
             let promise = Promise {
                 parts: !depends_on_length(case),

@@ -1,10 +1,10 @@
 //! Utilization, memory, temperature and power of a GPU, through NVIDIA's management library (NVML).
 
 #[cfg(feature = "nvml")]
-#[path = "gpu_monitor/nvml.rs"]
+#[path = "nvml.rs"]
 mod driver;
 #[cfg(not(feature = "nvml"))]
-#[path = "gpu_monitor/no_nvml.rs"]
+#[path = "no_nvml.rs"]
 mod driver;
 
 use std::fmt;

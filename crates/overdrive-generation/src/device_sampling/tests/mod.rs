@@ -447,7 +447,7 @@ fn logits_that_are_not_finite_are_errors_before_any_change_hides_them() {
 /// The processors and the cuts of transformers, on tensors.
 #[test]
 fn processed_scores_equal_those_of_transformers_on_a_device_too() {
-    let text = include_str!("../../tests/fixtures/processors.json");
+    let text = include_str!("../../../tests/fixtures/processors.json");
     let cases: Vec<Value> = serde_json::from_str(text).unwrap();
     let mut on_device = 0;
     for case in cases {

@@ -1,0 +1,248 @@
+//! The choice between our kernels and libtorch's operators for each GPU.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use overdrive_core::Error as Common;
+use parking_lot::Mutex;
+use tch::Device;
+use tracing::info;
+
+use crate::driver::{Context, Driver};
+use crate::embedded::target_for;
+use crate::error::Result;
+use crate::kernels::Kernels;
+use crate::verified::{is_used, report_of};
+
+const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
+const DRIVER: &str = "libcuda.so.1";
+
+/// Returns the kernels for tensors on a device; `None` if libtorch's operators should be used.
+///
+/// By default they are used on the architectures for which a report shows that they are correct: compute capability 9.0
+/// (H100, H200). `OVERDRIVE_GPU_KERNELS=1` uses them elsewhere as well; `=0` turns them off. The variable is read once;
+/// [`set_enabled`] overrides it.
+///
+/// # Errors
+/// [`Error::Common`] if `OVERDRIVE_GPU_KERNELS` has another value, [`Error::Library`] and [`Error::Driver`] if the CUDA
+/// driver cannot be used.
+pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
+    match device {
+        Device::Cuda(index) => {
+            let asked = asked()?;
+            let capability = || Ok(overdrive_sys::cuda::compute_capability(index)?);
+            GPUS.get(index, asked, capability, || open(index))
+        }
+        Device::Cpu => Ok(STAND_IN.get().copied()),
+        _ => Ok(None),
+    }
+}
+
+/// Returns the user's choice, if there is one.
+fn asked() -> Result<Option<bool>> {
+    match OVERRIDE.load(Ordering::Relaxed) {
+        OFF => Ok(Some(false)),
+        ON => Ok(Some(true)),
+        _ => switch(),
+    }
+}
+
+const UNSET: u8 = 0;
+const OFF: u8 = 1;
+const ON: u8 = 2;
+static OVERRIDE: AtomicU8 = AtomicU8::new(UNSET);
+
+/// Turns the kernels on or off for all threads, regardless of `OVERDRIVE_GPU_KERNELS`, to compare both in one process.
+/// The backward pass of a function runs on the same path as its forward pass.
+pub fn set_enabled(enabled: bool) {
+    let value = if enabled { ON } else { OFF };
+    OVERRIDE.store(value, Ordering::Relaxed);
+}
+
+/// Returns the kernels of a device if they were used or requested before, even if they are off now.
+pub fn opened(device: Device) -> Option<&'static Kernels> {
+    match device {
+        Device::Cuda(index) => GPUS.opened(index),
+        Device::Cpu => STAND_IN.get().copied(),
+        _ => None,
+    }
+}
+
+static GPUS: Gpus = Gpus::new();
+
+/// Turns the kernels on or off, as [`set_enabled`] does, until the returned guard is dropped, which restores the
+/// previous setting.
+pub fn override_enabled(enabled: bool) -> EnabledGuard {
+    let value = if enabled { ON } else { OFF };
+    EnabledGuard(OVERRIDE.swap(value, Ordering::Relaxed))
+}
+
+/// A guard that restores the setting before [`override_enabled`] when it is dropped.
+#[derive(Debug)]
+#[must_use = "the previous setting is restored when the guard is dropped"]
+pub struct EnabledGuard(u8);
+
+impl Drop for EnabledGuard {
+    fn drop(&mut self) {
+        OVERRIDE.store(self.0, Ordering::Relaxed);
+    }
+}
+
+/// The GPUs of the process that kernels were requested for.
+pub(crate) struct Gpus(Mutex<BTreeMap<usize, Gpu>>);
+
+#[derive(Clone, Copy)]
+struct Gpu {
+    /// The target whose images run on the GPU.
+    target: Option<&'static str>,
+    /// The kernels, after their first use.
+    opened: Option<&'static Kernels>,
+}
+
+impl Gpus {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+
+    /// Returns the kernels of a GPU if they are used there. `asked` is the user's choice; `open` is called at their
+    /// first use, so that the driver is not needed if they are not used.
+    pub(crate) fn get(
+        &self,
+        index: usize,
+        asked: Option<bool>,
+        capability: impl FnOnce() -> Result<(u32, u32)>,
+        open: impl FnOnce() -> Result<&'static Kernels>,
+    ) -> Result<Option<&'static Kernels>> {
+        if asked == Some(false) {
+            return Ok(None);
+        }
+        let mut gpus = self.0.lock();
+        let mut gpu = match gpus.get(&index) {
+            Some(known) => *known,
+            None => {
+                let capability = capability()?;
+                let target = target_for(capability);
+                report_choice(index, capability, target, asked);
+                Gpu {
+                    target,
+                    opened: None,
+                }
+            }
+        };
+        let used = gpu.target.is_some_and(|target| is_used(target, asked));
+        if used && gpu.opened.is_none() {
+            gpu.opened = Some(open()?);
+        }
+        gpus.insert(index, gpu);
+        Ok(gpu.opened.filter(|_| used))
+    }
+
+    fn opened(&self, index: usize) -> Option<&'static Kernels> {
+        self.0.lock().get(&index)?.opened
+    }
+}
+
+/// Logs which kernels a GPU uses, and why.
+fn report_choice(
+    index: usize,
+    (major, minor): (u32, u32),
+    target: Option<&'static str>,
+    asked: Option<bool>,
+) {
+    let Some(target) = target else {
+        info!(
+            "GPU {index} uses libtorch's operators: Overdrive has no kernels for its compute capability, {major}.{minor}"
+        );
+        return;
+    };
+    match (report_of(target), asked) {
+        (Some(report), _) => info!(
+            "GPU {index} uses Overdrive's kernels for {target}, which are verified by {report}; {VARIABLE}=0 turns \
+             them off"
+        ),
+        (None, Some(true)) => info!(
+            "GPU {index} uses Overdrive's kernels for {target}, which no report verifies, because they were \
+             requested"
+        ),
+        (None, _) => info!(
+            "GPU {index} uses libtorch's operators: no report verifies Overdrive's kernels for {target}; {VARIABLE}=1 \
+             turns them on"
+        ),
+    }
+}
+
+/// Opens the driver for a GPU.
+fn open(index: usize) -> Result<&'static Kernels> {
+    let ordinal = i32::try_from(index).unwrap_or(i32::MAX);
+    let context = Context::new(Driver::open(OsStr::new(DRIVER), None)?, ordinal)?;
+    // One for each GPU, for the life of the process.
+    Ok(Box::leak(Box::new(Kernels::new(
+        context,
+        Device::Cuda(index),
+    )?)))
+}
+
+/// Returns the setting in `OVERDRIVE_GPU_KERNELS`.
+fn switch() -> Result<Option<bool>> {
+    static READ: OnceLock<std::result::Result<Option<bool>, String>> = OnceLock::new();
+    let read = READ.get_or_init(|| parse(std::env::var_os(VARIABLE).as_deref()));
+    let expected = "0 (libtorch's operators) or 1 (Overdrive's kernels)";
+    read.clone()
+        .map_err(|value| Common::option(VARIABLE, value, expected).into())
+}
+
+fn parse(value: Option<&OsStr>) -> std::result::Result<Option<bool>, String> {
+    match value.map(OsStr::to_string_lossy).as_deref() {
+        None | Some("") => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        Some(other) => Err(other.to_owned()),
+    }
+}
+
+static STAND_IN: OnceLock<&'static Kernels> = OnceLock::new();
+
+/// For tests: makes [`kernels`] serve tensors on the CPU with a library that replaces the CUDA driver and libtorch's
+/// current stream. The library decides what to do with launches.
+///
+/// # Safety
+/// The library has the functions of the driver with the same types.
+///
+/// # Errors
+/// As [`kernels`].
+#[doc(hidden)]
+#[allow(unsafe_code, reason = "code of the caller's choice is run")]
+pub unsafe fn serve_cpu_with(library: &Path) -> Result<&'static Kernels> {
+    let driver = Driver::open(library.as_os_str(), Some(library.as_os_str()))?;
+    let made = Kernels::new(Context::new(driver, 0)?, Device::Cpu)?;
+    Ok(STAND_IN.get_or_init(|| Box::leak(Box::new(made))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_override_ends_with_its_guard() {
+        let outer = override_enabled(true);
+        let inner = override_enabled(false);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), OFF);
+        drop(inner);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), ON);
+        drop(outer);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), UNSET);
+    }
+
+    #[test]
+    fn the_switch_has_two_values() {
+        let of = |text: &str| parse(Some(OsStr::new(text)));
+        assert_eq!(parse(None), Ok(None));
+        assert_eq!(of(""), Ok(None));
+        assert_eq!(of("0"), Ok(Some(false)));
+        assert_eq!(of("1"), Ok(Some(true)));
+        assert_eq!(of("yes"), Err("yes".to_owned()));
+    }
+}
