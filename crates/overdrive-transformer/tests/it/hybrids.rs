@@ -308,6 +308,8 @@ fn configurations_of_hybrids_are_read_with_their_defaults_and_refused_by_their_k
         ModelConfig::Llama(config) => (0..8).filter(|layer| !config.is_linear(*layer)).collect(),
         _ => Vec::new(),
     };
+    let multimodal = ModelConfig::from_json(r#"{"model_type": "qwen3_5"}"#).unwrap();
+    assert!(!multimodal.tie_word_embeddings());
     let families = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"];
     for family in families {
         let usual = config(family, "use_cache", true.into()).unwrap();

@@ -64,6 +64,7 @@ fn rope_type(scaling: &RopeScaling) -> &'static str {
         RopeScaling::Default => "default",
         RopeScaling::Yarn(_) => "yarn",
         RopeScaling::LongRope(_) => "longrope",
+        RopeScaling::Llama3 { .. } => "llama3",
         RopeScaling::Proportional { .. } => "proportional",
         other => panic!("{other:?}"),
     }
