@@ -42,7 +42,7 @@ pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
 }
 
 /// Returns the user's choice, if there is one.
-fn asked() -> Result<Option<bool>> {
+pub(crate) fn asked() -> Result<Option<bool>> {
     match OVERRIDE.load(Ordering::Relaxed) {
         OFF => Ok(Some(false)),
         ON => Ok(Some(true)),

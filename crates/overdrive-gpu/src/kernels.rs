@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 use tracing::{debug, warn};
 
+use crate::choice::asked;
 use crate::counters::Counters;
 use crate::delta_rule::UploadedPlan;
 use crate::driver::{Context, Function, Grid, Value};

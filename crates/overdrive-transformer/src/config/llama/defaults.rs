@@ -3,6 +3,10 @@
 use serde_json::Map;
 
 use super::LlamaConfig;
+use crate::config::{
+    DeltaNetConfig, ExpertsConfig, LlamaFamily, MlaConfig, PerLayerConfig, RopeScaling,
+    VisionConfig, Yarn,
+};
 
 impl Default for LlamaConfig {
     fn default() -> Self {

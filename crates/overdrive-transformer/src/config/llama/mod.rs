@@ -5,10 +5,11 @@ use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily};
 use super::mla::MlaConfig;
 use super::per_layer::PerLayerConfig;
-use super::rope_scaling::{RopeScaling, Yarn};
+use super::rope_scaling::RopeScaling;
 use super::vision::VisionConfig;
 use crate::rope::QueryScaling;
 
+mod defaults;
 mod json;
 mod validate;
 
