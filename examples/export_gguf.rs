@@ -35,7 +35,7 @@ pub(crate) struct Flags {
     /// Write the adapter alone, in f32
     #[arg(long, requires = "adapter", conflicts_with = "file_type")]
     keep_adapter: bool,
-    /// Type of the matrices: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q6_k, q4_k_m
+    /// Type of the matrices: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, q6_k, q4_k_m, mxfp4_moe
     #[arg(long = "type", value_name = "TYPE", default_value = "f16")]
     file_type: GgufFileType,
     /// Output file

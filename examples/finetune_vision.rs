@@ -22,9 +22,8 @@ use overdrive::generation::{ModelFiles, copy_chat_template};
 use overdrive::lora::{DEFAULT_ADAPTER, LoraConfig, TargetModules, add_lora, save_adapter};
 use overdrive::optim::LrSchedulerType;
 use overdrive::quantization::Scheme;
-use overdrive::trainer::{TrainingArguments, TrainingRun, exit};
+use overdrive::trainer::{ImageTextFormat, TrainingArguments, TrainingRun, exit, load_image_texts};
 use overdrive::transformer::{CausalLm, LoadOptions, QuantizeOptions};
-use overdrive_examples::image_texts::{ImageTextFormat, load_image_texts};
 use overdrive_examples::{local_model, print_line};
 use tch::Device;
 

@@ -6,8 +6,6 @@ mod cache_flags;
 mod constraint_flags;
 mod generation_flags;
 mod image_flags;
-#[cfg(feature = "image")]
-pub mod image_texts;
 mod local_model;
 mod memory_limit;
 mod model_flags;

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use crate::weight::Storage;
+use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
 /// The tensors of a weight in groups, in rows.
@@ -18,13 +18,14 @@ impl QuantizedWeight {
     ///
     /// The parts are weights in groups ([`Scheme::Grouped`]) with the same inputs. If they differ in bits, groups or
     /// offsets, the result has 8 bits, the smallest group and offsets. Its elements are those of the parts bit for bit
-    /// where a code times its scale is exact in f32, as it is for the types of GGUF files.
+    /// where a code times its scale is exact in f32, as it is for the types of GGUF files. Weights of 4-bit floats
+    /// ([`Scheme::Mxfp4`], [`Scheme::Nf4`], …) are joined with others of their scheme, if no block lies in two rows and
+    /// the magnitudes of blocks are not quantized.
     ///
     /// # Errors
     /// [`Error::Common`] for another scheme, other inputs, inputs in another order, or no parts; [`Error::Values`] for rows
     /// that do not exist.
     pub fn from_rows(parts: &[QuantizedWeight], rows: Option<&[i64]>) -> Result<QuantizedWeight> {
-        let mut all: Vec<Parts> = parts.iter().map(Parts::of).collect::<Result<_>>()?;
         let inputs = parts.first().map_or(0, |part| part.inputs);
         if parts.is_empty() || parts.iter().any(|part| part.inputs != inputs) {
             let sizes: Vec<[i64; 2]> = parts.iter().map(QuantizedWeight::size).collect();
@@ -34,6 +35,12 @@ impl QuantizedWeight {
                 "one or more weights with the same number of inputs",
             ));
         }
+        let outputs: i64 = parts.iter().map(|part| part.outputs).sum();
+        let chosen = rows.map(|rows| chosen_rows(rows, outputs)).transpose()?;
+        if let Some(joined) = joined_blocks(parts, chosen.as_ref())? {
+            return Ok(joined);
+        }
+        let mut all: Vec<Parts> = parts.iter().map(Parts::of).collect::<Result<_>>()?;
         if all
             .windows(2)
             .any(|pair| pair[0].options != pair[1].options)
@@ -45,8 +52,6 @@ impl QuantizedWeight {
                 .map(|part| part.widened(group))
                 .collect::<Result<_>>()?;
         }
-        let outputs: i64 = parts.iter().map(|part| part.outputs).sum();
-        let chosen = rows.map(|rows| chosen_rows(rows, outputs)).transpose()?;
         let joined = |of: &dyn Fn(&Parts) -> Option<&Tensor>| -> Result<Option<Tensor>> {
             let each: Vec<&Tensor> = all.iter().filter_map(of).collect();
             if each.is_empty() {
@@ -201,6 +206,40 @@ impl Parts {
             offsets: Some(repeated(offsets)?),
         })
     }
+}
+
+/// Returns the rows of weights of one scheme in blocks, if all blocks lie within rows.
+fn joined_blocks(
+    parts: &[QuantizedWeight],
+    rows: Option<&Tensor>,
+) -> Result<Option<QuantizedWeight>> {
+    let (mut codes, mut magnitudes) = (Vec::new(), Vec::new());
+    for part in parts {
+        let Storage::Blocks {
+            codes: own,
+            magnitudes: Magnitudes::Full(of_blocks),
+        } = &part.storage
+        else {
+            return Ok(None);
+        };
+        let block = part.scheme.blocks()?.1.block_size as i64;
+        if part.scheme != parts[0].scheme || part.inputs % block != 0 {
+            return Ok(None);
+        }
+        codes.push(own.f_view([part.outputs, -1])?);
+        magnitudes.push(of_blocks.f_view([part.outputs, -1])?);
+    }
+    let joined = |tensors: &[Tensor]| -> Result<Tensor> {
+        let whole = Tensor::f_cat(tensors, 0)?;
+        Ok(match rows {
+            Some(rows) => whole.f_index_select(0, &rows.f_to_device(whole.device())?)?,
+            None => whole,
+        })
+    };
+    let codes = joined(&codes)?;
+    let size = [codes.size()[0], parts[0].inputs];
+    let magnitudes = Magnitudes::Full(joined(&magnitudes)?.f_flatten(0, -1)?);
+    QuantizedWeight::from_blocks(parts[0].scheme, size, codes, magnitudes).map(Some)
 }
 
 fn chosen_rows(rows: &[i64], outputs: i64) -> Result<Tensor> {

@@ -17,7 +17,7 @@
 //! - [`dpo_loss`] is that of Direct Preference Optimization, and [`PreferenceTask`] loads a model with its reference and
 //!   [`PreferenceData`];
 //! - [`ClassificationTask`] loads or makes a sequence classifier with its texts, and [`Seq2SeqPair`] is a source with its
-//!   target for an encoder-decoder model;
+//!   target for an encoder-decoder model; [`load_image_texts`] loads images with captions for a model that sees images;
 //! - [`RunFolder`] is the output folder of a run, with its snapshots and metrics; [`Interrupt`] lets the run
 //!   save and end on Ctrl-C.
 //!
@@ -43,6 +43,7 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
+//! | `image` | no | images with texts: PNG, JPEG, WebP |
 //! | `mlflow` | no | `report_to: mlflow`, an MLflow server (HTTP and TLS) |
 //! | `parquet` | no | reading of text from Parquet and Arrow files (arrow takes minutes to compile) |
 //! | `wandb` | no | `report_to: wandb`, an offline run of Weights & Biases |
@@ -87,6 +88,8 @@ pub use tasks::{
     exact_matches, load_seq2seq, model_flops, new_model, preference_log_probs, snapshot_files,
     write_results,
 };
+#[cfg(feature = "image")]
+pub use tasks::{ImageTextBatch, ImageTextFormat, load_image_texts};
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
 pub type TrainArgs = ConfigArgs<TrainingArguments>;

@@ -5,7 +5,7 @@ use overdrive_attention::PackedLengths;
 use overdrive_autograd::is_grad_enabled;
 use overdrive_kv_cache::{CacheShape, LayerHeads};
 use overdrive_nn::{AdapterState, Embedding, Linear, LinearWeight};
-use overdrive_quantization::QuantizedWeight;
+use overdrive_quantization::{GgufFile, QuantizedWeight};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -148,7 +148,7 @@ impl CausalLm {
     /// do. The embedding is then in its place. Attention may be bidirectional (EmbeddingGemma).
     pub(crate) fn without_head(path: &Path, options: &LoadOptions) -> Result<CausalLm> {
         if path.is_file() {
-            return CausalLm::from_gguf(path, options);
+            return CausalLm::of_gguf(&GgufFile::open(path)?, options);
         }
         let mut config = ModelConfig::from_dir(path)?;
         config.set_tied(true);

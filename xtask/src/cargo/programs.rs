@@ -6,18 +6,42 @@ use super::Cargo;
 
 /// Returns the command of an example in release mode. A `--` before its arguments is optional.
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
-    // The programs whose feature is off by default, because it compiles long or has another licence.
-    let feature = match name {
+    // What only some programs need, because it compiles long or has another licence.
+    let own = match name {
+        "export_onnx" => Some("onnx"),
         "images" | "finetune_vision" => Some("image"),
-        "chat" | "generate" if has_flag(further, "--image") => Some("image"),
         "packages" => Some("packages"),
+        "serve" => Some("serve"),
         "speech" => Some("speech"),
         _ => None,
     };
-    Cargo::new(["run", "--release", "-p", "overdrive-examples"])
-        .features(feature)
-        .and(&["--example", name, "--"].map(OsString::from))
+    let constraints = (name == "generate").then_some("constraints");
+    let sees = matches!(name, "chat" | "generate") && has_flag(further, "--image");
+    let features = [own, constraints, sees.then_some("image")];
+    program("run", name, features.into_iter().flatten())
+        .and(&["--".into()])
         .and(without_dashes(further))
+}
+
+/// Builds or runs an example with the features that all programs have, so that a second program reuses the crates that the
+/// first has compiled, and with `further` ones.
+fn program<'a>(
+    command: &'a str,
+    example: &'a str,
+    further: impl IntoIterator<Item = &'a str>,
+) -> Cargo {
+    let features: Vec<&str> = ["hub", "mlflow"].into_iter().chain(further).collect();
+    Cargo::new([
+        command,
+        "--release",
+        "-p",
+        "overdrive-examples",
+        "--no-default-features",
+        "--features",
+        &features.join(","),
+        "--example",
+        example,
+    ])
 }
 
 /// Returns `true` if a flag is among the arguments, with its value behind it or in it.
@@ -36,8 +60,7 @@ fn without_dashes(further: &[OsString]) -> &[OsString] {
     }
 }
 
-/// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default
-/// features of the examples are off, because the first step of a fresh clone waits for this build.
+/// Returns the command of the main program; with `--nproc N` among its flags, in N processes.
 pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
     let (launcher, trainer) = launchers_flags(further);
     if launcher.is_empty() {
@@ -70,18 +93,7 @@ fn of_main_job(command: &str, example: &str, further: &[OsString]) -> Cargo {
     let has_url = further
         .iter()
         .any(|word| word.to_string_lossy().contains("://"));
-    let features = if has_url { "hub,remote" } else { "hub" };
-    Cargo::new([
-        command,
-        "--release",
-        "-p",
-        "overdrive-examples",
-        "--no-default-features",
-        "--features",
-        features,
-        "--example",
-        example,
-    ])
+    program(command, example, has_url.then_some("remote"))
 }
 
 /// Separates the flags of the example `launch` from those of the program that it starts.
@@ -152,15 +164,18 @@ mod tests {
     #[test]
     fn an_example_is_built_with_the_feature_that_it_needs() {
         for (name, features) in [
-            ("generate", ""),
-            ("images", "--features image "),
-            ("packages", "--features packages "),
-            ("speech", "--features speech "),
+            ("chat", ""),
+            ("generate", ",constraints"),
+            ("images", ",image"),
+            ("packages", ",packages"),
+            ("serve", ",serve"),
+            ("speech", ",speech"),
         ] {
             assert_eq!(
                 example(name, &words(&["--", "--help"])).line(),
                 format!(
-                    "cargo run --release -p overdrive-examples {features}--example {name} -- --help"
+                    "cargo run --release -p overdrive-examples --no-default-features --features \
+                     hub,mlflow{features} --example {name} -- --help"
                 )
             );
         }
@@ -170,7 +185,7 @@ mod tests {
             ("--images", false),
         ] {
             let line = example("chat", &words(&[flag, "a.png"])).line();
-            assert_eq!(line.contains("--features image"), has, "{line}");
+            assert_eq!(line.contains("--features hub,mlflow,image"), has, "{line}");
         }
     }
 
@@ -179,13 +194,13 @@ mod tests {
         let lines = |given: &[&str]| -> Vec<String> {
             train(&words(given)).iter().map(Cargo::line).collect()
         };
-        let plain = "cargo run --release -p overdrive-examples --no-default-features --features hub --example train -- --steps 3";
+        let plain = "cargo run --release -p overdrive-examples --no-default-features --features hub,mlflow --example train -- --steps 3";
         assert_eq!(lines(&["--steps", "3"]), [plain]);
         assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
-        let build = "cargo build --release -p overdrive-examples --no-default-features --features hub --example train";
-        let launch = "cargo run --release -p overdrive-examples --no-default-features --features hub --example launch -- --nproc 2 train --steps 3";
+        let build = "cargo build --release -p overdrive-examples --no-default-features --features hub,mlflow --example train";
+        let launch = "cargo run --release -p overdrive-examples --no-default-features --features hub,mlflow --example launch -- --nproc 2 train --steps 3";
         assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
-        let with_url = plain.replace("--features hub", "--features hub,remote");
+        let with_url = plain.replace("--features hub,mlflow", "--features hub,mlflow,remote");
         let with_url = with_url.replace("--steps 3", "--data https://host/a.jsonl");
         assert_eq!(lines(&["--data", "https://host/a.jsonl"]), [with_url]);
         let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
@@ -203,7 +218,7 @@ mod tests {
             .collect();
         let of = |command: &str, example: &str| {
             format!(
-                "cargo {command} --release -p overdrive-examples --no-default-features --features hub --example {example}"
+                "cargo {command} --release -p overdrive-examples --no-default-features --features hub,mlflow --example {example}"
             )
         };
         let run = format!("{} -- --effective-batch 16", of("run", "tune"));

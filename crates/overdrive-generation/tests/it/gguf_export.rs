@@ -235,7 +235,14 @@ fn small(family: LlamaFamily) -> LlamaConfig {
         config.residual_multiplier = 0.5;
         config.logits_scaling = 2.0;
     }
-    if family == F::Olmo3 {
+    if family == F::Ministral3 {
+        config.rope_scaling = RopeScaling::Yarn(Yarn {
+            mscale: Some(1.0),
+            mscale_all_dim: Some(1.0),
+            ..Yarn::new(4.0, 4)
+        });
+    }
+    if matches!(family, F::Olmo3 | F::GptOss) {
         config.sliding_window = Some(6);
     }
     if matches!(family, F::Gemma2 | F::Gemma3 | F::Mistral) {
@@ -269,6 +276,8 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("qwen3_5", F::Qwen35),
         ("qwen3_5_moe", F::Qwen35Moe),
         ("gemma4", F::Gemma4),
+        ("gpt_oss", F::GptOss),
+        ("ministral3", F::Ministral3),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))

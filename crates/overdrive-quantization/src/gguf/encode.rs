@@ -24,6 +24,7 @@ pub(super) fn is_writable(kind: GgufType) -> bool {
             | T::Q4_K
             | T::Q5_K
             | T::Q6_K
+            | T::MXFP4
     )
 }
 
@@ -64,6 +65,7 @@ pub(super) fn encode(kind: GgufType, row: &[f32], out: &mut Vec<u8>) {
             out.extend(nibble_pairs(&codes));
         }),
         GgufType::Q6_K => blocks::<SUPER>(row, |x| q6_k(x, out)),
+        GgufType::MXFP4 => blocks::<32>(row, |x| mxfp4(x, out)),
         // `is_writable` has none but F32 left.
         _ => out.extend(row.iter().flat_map(|x| x.to_le_bytes())),
     }
@@ -102,6 +104,38 @@ fn q8_0(x: &[f32; 32], out: &mut Vec<u8>) {
         x.iter()
             .map(|x| ((x * factor).round() as i8).cast_unsigned()),
     );
+}
+
+/// The number of each code of 4-bit floats, doubled.
+#[rustfmt::skip]
+const DOUBLED_FLOATS: [f32; 16] = [
+    0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0,
+];
+
+fn mxfp4(x: &[f32; 32], out: &mut Vec<u8>) {
+    let most = extreme(x).abs();
+    // The exponent of the largest float, 6, is 2.
+    let exponent = match most > 0.0 {
+        true => (most.log2().floor() - 2.0 + 127.0) as u8,
+        false => 0,
+    };
+    out.push(exponent);
+    // The two least exponents have subnormal halves.
+    let half_scale = f32::from_bits(match exponent {
+        0 | 1 => 0x0020_0000 << exponent,
+        _ => (u32::from(exponent) - 1) << 23,
+    });
+    let codes = x.map(|x| {
+        let errors = DOUBLED_FLOATS.map(|number| (number * half_scale - x).abs());
+        let nearest = (0..)
+            .zip(errors)
+            .reduce(|best, next| match next.1 < best.1 {
+                true => next,
+                false => best,
+            });
+        nearest.map_or(0, |(code, _)| code)
+    });
+    out.extend(nibbles(&codes));
 }
 
 /// Writes the scale of a block whose codes are numbers from `-half_range` on, and returns the codes.

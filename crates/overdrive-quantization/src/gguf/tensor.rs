@@ -46,10 +46,10 @@ impl<'a> GgufTensor<'a> {
     }
 
     /// Returns the slice `index` of the first dimension without copying it, such as an expert's matrix `(O, I)` from a
-    /// stack `(E, O, I)`. It has the name of the whole tensor. Returns `None` if there is no such slice, or if it would
-    /// have fewer than two dimensions.
+    /// stack `(E, O, I)`, or its bias from `(E, O)`. It has the name of the whole tensor. Returns `None` if there is no such
+    /// slice, or if the tensor is a vector.
     pub fn slice(&self, index: usize) -> Option<GgufTensor<'a>> {
-        let &[count, _, _, ..] = self.shape else {
+        let &[count, _, ..] = self.shape else {
             return None;
         };
         let count = usize::try_from(count).ok()?;

@@ -65,13 +65,20 @@ fn blocks_of_floats_equal_those_of_the_gguf_package() {
             &expected.index_select(0, &Tensor::from_slice(&[2_i64, 0]))
         ));
         // Experts are matrices of a stack.
-        let (matrix, expected) = match tensor.slice(1) {
-            Some(expert) => (expert, expected.get(1)),
-            None => (tensor, expected),
+        let (matrix, expected) = match tensor.shape().len() {
+            3 => (tensor.slice(1).unwrap(), expected.get(1)),
+            _ => (tensor, expected),
         };
         let weight = matrix.to_quantized(None, Device::Cpu).unwrap().unwrap();
         assert_eq!(weight.scheme(), Scheme::Mxfp4);
         assert!(same(&weight.dequantize(Kind::Float).unwrap(), &expected));
+        let count = 2 * expected.size()[0];
+        let rows: Vec<i64> = (0..count).rev().collect();
+        let parts = [weight.shallow_clone(), weight];
+        let joined = QuantizedWeight::from_rows(&parts, Some(&rows)).unwrap();
+        assert_eq!(joined.scheme(), Scheme::Mxfp4);
+        let expected = Tensor::cat(&[&expected, &expected], 0).flip([0]);
+        assert!(same(&joined.dequantize(Kind::Float).unwrap(), &expected));
     }
     assert_eq!(file.tensors().count(), 2);
 }
@@ -639,6 +646,7 @@ fn blocks_are_written_with_the_bytes_of_llama_cpp() {
         T::Q4_K,
         T::Q5_K,
         T::Q6_K,
+        T::MXFP4,
     ] {
         let infos = vec![info("x", &x.size(), kind)];
         let mut writer = GgufWriter::create(&path, &Default::default(), infos).unwrap();

@@ -1,8 +1,10 @@
-//! The training tasks: a language model from scratch, fine-tuning, training on preferences, classification, and sources
-//! with targets.
+//! The training tasks: a language model from scratch, fine-tuning, training on preferences, classification, sources
+//! with targets, and images with texts.
 
 mod classification;
 mod finetune;
+#[cfg(feature = "image")]
+mod image_text;
 mod language_model;
 mod preference;
 mod seq2seq;
@@ -12,6 +14,8 @@ pub use finetune::{
     FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask, Finetuned, InstructionData,
     MethodComparison, TemplateFormat, TrainingMemory,
 };
+#[cfg(feature = "image")]
+pub use image_text::{ImageTextBatch, ImageTextFormat, load_image_texts};
 pub use language_model::{
     TrainingResults, batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
     snapshot_files, write_results,

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, \
-    olmo2, granite, glm4, qwen2moe, qwen3next, qwen35, qwen35moe";
+    olmo2, granite, glm4, qwen2moe, qwen3next, qwen35, qwen35moe, gpt-oss, mistral3, qwen3vl, qwen3vlmoe, deepseek2, gemma-embedding";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -29,15 +29,16 @@ impl ModelConfig {
         let family = match architecture {
             Some("llama") => LlamaFamily::Llama,
             Some("qwen2") => LlamaFamily::Qwen2,
-            Some("qwen3") => LlamaFamily::Qwen3,
+            // The vision tower lies in another file; on text, both are one model.
+            Some("qwen3" | "qwen3vl") => LlamaFamily::Qwen3,
             Some("phi2") => LlamaFamily::Phi,
             Some("phi3") => LlamaFamily::Phi3,
             Some("gemma") => LlamaFamily::Gemma,
             Some("gemma2") => LlamaFamily::Gemma2,
-            Some("gemma3") => LlamaFamily::Gemma3,
+            Some("gemma3" | "gemma-embedding") => LlamaFamily::Gemma3,
             Some("gemma3n") => LlamaFamily::Gemma3n,
             Some("gemma4") => LlamaFamily::Gemma4,
-            Some("qwen3moe") => LlamaFamily::Qwen3Moe,
+            Some("qwen3moe" | "qwen3vlmoe") => LlamaFamily::Qwen3Moe,
             Some("smollm3") => LlamaFamily::SmolLm3,
             Some("olmo2") => LlamaFamily::Olmo2,
             Some("granite") => LlamaFamily::Granite,
@@ -46,6 +47,10 @@ impl ModelConfig {
             Some("qwen3next") => LlamaFamily::Qwen3Next,
             Some("qwen35") => LlamaFamily::Qwen35,
             Some("qwen35moe") => LlamaFamily::Qwen35Moe,
+            Some("gpt-oss") => LlamaFamily::GptOss,
+            Some("mistral3") => LlamaFamily::Ministral3,
+            // Which of the two is told below.
+            Some("deepseek2") => LlamaFamily::DeepseekV2,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -57,6 +62,10 @@ impl ModelConfig {
         let keys = Keys {
             file,
             architecture: architecture.unwrap_or_default(),
+        };
+        let family = match family {
+            LlamaFamily::DeepseekV2 => keys.deepseek_family()?,
+            other => other,
         };
         let config = ModelConfig::Llama(keys.config(family)?);
         config.validate()?;
@@ -96,14 +105,15 @@ impl Keys<'_> {
             }
         };
         // Attention has one width for keys and values, and rotates whole heads, except in Phi and GLM-4.
-        if family != LlamaFamily::Gemma4 {
+        let has_own_sizes = family == LlamaFamily::Gemma4 || family.is_deepseek();
+        if !has_own_sizes {
             same("attention.value_length")?;
         }
         let mut partial_rotary_factor = 1.0;
         if family.rotates_partially() {
             let rotated = self.integer("rope.dimension_count")?.unwrap_or(head_dim);
             partial_rotary_factor = rotated as f64 / head_dim as f64;
-        } else if family != LlamaFamily::Gemma4 {
+        } else if !has_own_sizes {
             same("rope.dimension_count")?;
         }
         let (norm_eps, own_biases) = match family {
@@ -151,6 +161,7 @@ impl Keys<'_> {
                 .filter(|&window| window != 0),
             // llama.cpp does not implement Qwen's windows, and files have no key for them.
             use_sliding_window: false,
+            use_bidirectional_attention: self.architecture == "gemma-embedding",
             bos_token_id: self.token("bos_token_id")?,
             eos_token_id: super::end_of_text::end_of_text_tokens(self.file)?,
             pad_token_id: self.token("padding_token_id")?,
@@ -172,12 +183,16 @@ impl Keys<'_> {
         }
         self.experts(&mut config)?;
         self.delta_net(&mut config)?;
+        self.deepseek(&mut config)?;
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
         self.newest_gemma(&mut config)?;
         if config.family == LlamaFamily::Granite {
             self.granite(&mut config)?;
+        }
+        if config.family == LlamaFamily::Ministral3 {
+            self.ministral(&mut config)?;
         }
         if config.family == LlamaFamily::Olmo3 {
             self.sliding_layers(&mut config)?;
@@ -195,7 +210,7 @@ impl Keys<'_> {
             _ if experts > 0 => Err(Error::Unsupported {
                 key: self.key("expert_count"),
                 found: experts.to_string(),
-                supported: "0; only files of llama, gemma4, qwen2moe, qwen3moe, qwen3next and qwen35moe may have experts"
+                supported: "0; only files of llama, gemma4, gpt-oss, deepseek2, qwen2moe, qwen3moe, qwen3next and qwen35moe may have experts"
                     .to_owned(),
             }),
             _ => Ok(family),
@@ -217,8 +232,12 @@ impl Keys<'_> {
             let given = self.integer("expert_shared_feed_forward_length")?;
             *shared = given.unwrap_or(config.intermediate_size);
         }
-        if config.family != LlamaFamily::Mixtral {
-            experts.moe_intermediate_size = self.required("expert_feed_forward_length")?;
+        match config.family {
+            LlamaFamily::Mixtral => {}
+            LlamaFamily::GptOss => {
+                config.intermediate_size = self.required("expert_feed_forward_length")?;
+            }
+            _ => experts.moe_intermediate_size = self.required("expert_feed_forward_length")?,
         }
         Ok(())
     }
@@ -240,6 +259,16 @@ impl Keys<'_> {
             Some(GgufValue::Bool(false)) => Err(self.wrong(key, "true or missing")),
             _ => Ok(()),
         }
+    }
+
+    /// Reads the factor of the queries of Ministral 3, which Mistral Small does not have.
+    fn ministral(&self, config: &mut LlamaConfig) -> Result<()> {
+        let scale = self.number("attention.temperature_scale")?;
+        config.llama_4_scaling_beta = scale.unwrap_or(0.0);
+        if scale.is_none() && config.rope_scaling == RopeScaling::Default {
+            config.family = LlamaFamily::Mistral;
+        }
+        Ok(())
     }
 
     fn gemma(&self, config: &mut LlamaConfig) -> Result<()> {
@@ -331,6 +360,18 @@ impl Keys<'_> {
                 let mut yarn = Yarn::new(factor, original()?);
                 let fast = self.number("rope.scaling.yarn_beta_fast")?;
                 let slow = self.number("rope.scaling.yarn_beta_slow")?;
+                // Files have no key for it.
+                yarn.truncate = config.family != LlamaFamily::GptOss;
+                // llama.cpp assumes 1 for the other `mscale`. Early files of Ministral 3, whose scales are 1, lack the key.
+                let all_dim = self.number("rope.scaling.yarn_log_multiplier")?;
+                // Files of DeepSeek have a tenth of it, for both.
+                let is_deepseek = config.family.is_deepseek();
+                let all_dim = all_dim.map(|tenth| if is_deepseek { tenth * 10.0 } else { tenth });
+                let of_family = (config.family == LlamaFamily::Ministral3).then_some(1.0);
+                yarn.mscale_all_dim = all_dim.or(of_family);
+                yarn.mscale = yarn
+                    .mscale_all_dim
+                    .map(|all| if is_deepseek { all } else { 1.0 });
                 yarn.beta_fast = fast.unwrap_or(yarn.beta_fast);
                 yarn.beta_slow = slow.unwrap_or(yarn.beta_slow);
                 // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
@@ -415,6 +456,14 @@ impl Keys<'_> {
             .or(common.copied())
             .map(Some)
             .ok_or_else(|| self.wrong(name, "an integer, the same for every layer"))
+    }
+
+    pub(super) fn flag(&self, name: &str) -> Result<Option<bool>> {
+        match self.value(name) {
+            None => Ok(None),
+            Some(GgufValue::Bool(flag)) => Ok(Some(*flag)),
+            Some(_) => Err(self.wrong(name, "true or false")),
+        }
     }
 
     pub(super) fn number(&self, name: &str) -> Result<Option<f64>> {

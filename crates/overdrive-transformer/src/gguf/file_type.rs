@@ -25,10 +25,12 @@ pub enum GgufFileType {
     Q6_K,
     /// `Q4_K`, with `Q6_K` for half of the value and down projections.
     Q4_K_M,
+    /// `MXFP4` for experts and `Q8_0` for all other matrices. The elements of experts in MXFP4 do not change.
+    MXFP4_MOE,
 }
 
 /// Every type, its name, its number in `general.file_type`, and that of most of its matrices.
-const TYPES: [(GgufFileType, &str, u32, GgufType); 10] = [
+const TYPES: [(GgufFileType, &str, u32, GgufType); 11] = [
     (GgufFileType::F32, "f32", 0, GgufType::F32),
     (GgufFileType::F16, "f16", 1, GgufType::F16),
     (GgufFileType::Q4_0, "q4_0", 2, GgufType::Q4_0),
@@ -39,6 +41,7 @@ const TYPES: [(GgufFileType, &str, u32, GgufType); 10] = [
     (GgufFileType::Q4_K_M, "q4_k_m", 15, GgufType::Q4_K),
     (GgufFileType::Q6_K, "q6_k", 18, GgufType::Q6_K),
     (GgufFileType::BF16, "bf16", 32, GgufType::BF16),
+    (GgufFileType::MXFP4_MOE, "mxfp4_moe", 38, GgufType::Q8_0),
 ];
 
 /// The properties of a model on which the types of its matrices depend.
@@ -92,9 +95,11 @@ impl GgufFileType {
             _ if is_head && (base == GgufType::Q8_0 || !fits(base)) => GgufType::Q8_0,
             _ if is_head => GgufType::Q6_K,
             GgufFileType::Q4_K_M => in_mixture(name, mixture),
+            GgufFileType::MXFP4_MOE if shape.len() == 3 => GgufType::MXFP4,
             _ => base,
         };
         let fallback = match kind {
+            GgufType::MXFP4 => GgufType::Q8_0,
             GgufType::Q4_K => GgufType::Q5_0,
             GgufType::Q5_K => GgufType::Q5_1,
             GgufType::Q6_K => GgufType::Q8_0,

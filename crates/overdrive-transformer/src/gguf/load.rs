@@ -3,6 +3,7 @@ use std::collections::{BTreeSet, HashMap};
 use overdrive_quantization::{GgufFile, GgufTensor, QuantizedWeight};
 use tch::{Device, Kind, Tensor};
 
+use super::deepseek;
 use super::names::is_unread;
 use super::placement::{Form, Placement, placements};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
@@ -28,10 +29,13 @@ impl Source<'_> {
 
     /// Returns `true` if the parameter can have the quantization of the file.
     fn is_quantized(&self) -> bool {
-        // Blocks of floats are neither joined nor reordered.
-        let is_plain = self.tensors.len() == 1 && self.columns.is_none();
         let mut types = self.tensors.iter().map(|tensor| tensor.tensor_type());
-        types.all(|kind| kind.groups().is_some() || is_plain && kind.is_quantized())
+        let first = types.clone().next();
+        // Blocks of floats are joined only with one another, and their columns keep their order.
+        let in_blocks = types
+            .clone()
+            .all(|kind| kind.is_quantized() && Some(kind) == first);
+        types.all(|kind| kind.groups().is_some()) || in_blocks && self.columns.is_none()
     }
 
     /// Returns the parameter as the file has it quantized.
@@ -66,7 +70,11 @@ impl Source<'_> {
                 let parts = several
                     .iter()
                     .map(|part| part.dequantize(None, kind, device));
-                let whole = Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)?;
+                let parts = parts.collect::<std::result::Result<Vec<_>, _>>()?;
+                let whole = match self.form {
+                    Form::KeysAndValues => deepseek::joined(&parts)?,
+                    _ => Tensor::f_cat(&parts, 0)?,
+                };
                 match rows {
                     Some(rows) => whole.f_index_select(0, &index(rows)?)?,
                     None => whole,
@@ -77,7 +85,11 @@ impl Source<'_> {
             Some(columns) => stored.f_index_select(1, &index(columns)?)?,
             None => stored,
         };
-        self.form.read(stored)
+        let numbers = self.form.read(stored)?;
+        Ok(match self.spec.role {
+            ParameterRole::Conv1d => numbers.f_tr()?,
+            _ => numbers,
+        })
     }
 }
 
@@ -118,8 +130,9 @@ pub(super) fn read(
     let kind = options.kind.unwrap_or_else(|| kind_of_matrices(&sources));
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
-            // Norms, biases and routers are dense; a matrix is, unless the file or the options quantize it.
-            let matrix = is_matrix(&source.spec);
+            // Norms, biases and routers are dense, and the expansion of latent vectors, which is multiplied from both sides; a
+            // matrix is, unless the file or the options quantize it.
+            let matrix = is_matrix(&source.spec) && source.spec.role != ParameterRole::Expansion;
             !matrix || !source.is_quantized() && scheme(source, arrangement, options).is_none()
         });
     let all = dense.iter().chain(&quantized);

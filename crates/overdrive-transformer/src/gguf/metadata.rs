@@ -127,13 +127,9 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Qwen3Next => "qwen3next",
         F::Qwen35 => "qwen35",
         F::Qwen35Moe => "qwen35moe",
-        F::GptOss
-        | F::Ministral3
-        | F::GraniteMoeHybrid
-        | F::DeepseekV2
-        | F::DeepseekV3
-        | F::Gemma3n
-        | F::Qwen3Vl => {
+        F::GptOss => "gpt-oss",
+        F::Ministral3 => "mistral3",
+        F::GraniteMoeHybrid | F::DeepseekV2 | F::DeepseekV3 | F::Gemma3n | F::Qwen3Vl => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),
@@ -171,8 +167,12 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         if let Some(shared) = experts.shared_expert_intermediate_size {
             own.sizes([("expert_shared_feed_forward_length", shared)])?;
         }
+        let width = match family {
+            F::GptOss => config.intermediate_size,
+            _ => experts.moe_intermediate_size,
+        };
         if family != F::Mixtral {
-            own.sizes([("expert_feed_forward_length", experts.moe_intermediate_size)])?;
+            own.sizes([("expert_feed_forward_length", width)])?;
         }
     }
     if let (true, Some(window)) = (
@@ -185,7 +185,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         own.sizes([("attention.sliding_window", window)])?;
         if family == F::Olmo3 {
             own.sliding_layers(config);
-        } else if !family.is_gemma() && window < context {
+        } else if !family.is_gemma() && family != F::GptOss && window < context {
             tracing::warn!(
                 "llama.cpp attends to all tokens where this model attends to the last {window}"
             );
@@ -205,6 +205,9 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         own.number("attention.scale", config.attention_multiplier);
         own.number("residual_scale", config.residual_multiplier);
         own.number("logit_scale", config.logits_scaling);
+    }
+    if family == F::Ministral3 {
+        own.number("attention.temperature_scale", config.llama_4_scaling_beta);
     }
     if matches!(family, F::Gemma3 | F::Gemma4) {
         own.number("rope.freq_base_swa", config.rope_local_base_freq);
@@ -235,7 +238,14 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     )?;
     let has_biases = matches!(
         family,
-        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Qwen2Moe | F::Granite | F::Glm4
+        F::Llama
+            | F::Mistral
+            | F::Mixtral
+            | F::Qwen2
+            | F::Qwen2Moe
+            | F::Granite
+            | F::Glm4
+            | F::GptOss
     );
     let biased = config.attention_bias && !has_biases;
     own.only(!biased, "attention_bias", true, "false")?;
@@ -264,6 +274,9 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         own.only(!slides, "use_sliding_window", true, "false")?;
     }
     if let Some(experts) = &config.experts {
+        let (alpha, limit) = (experts.swiglu_alpha, experts.swiglu_limit);
+        own.only(alpha == 1.702, "swiglu_alpha", alpha, "1.702")?;
+        own.only(limit == 7.0, "swiglu_limit", limit, "7")?;
         let (divides, usual) = (experts.norm_topk_prob, family != F::Qwen2Moe);
         own.only(
             divides == usual,
@@ -279,9 +292,13 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             "experts in every layer",
         )?;
     }
-    if family.is_olmo() || family == F::Qwen2Moe {
+    if family.is_olmo() || matches!(family, F::Qwen2Moe | F::GptOss) {
         let tied = config.tie_word_embeddings;
         own.only(!tied, "tie_word_embeddings", true, "false")?;
+    }
+    if family == F::GptOss {
+        own.only(config.attention_bias, "attention_bias", false, "true")?;
+        has_usual_windows(own, config, 2)?;
     }
     if family == F::Olmo3 {
         has_usual_windows(own, config, 4)?;
@@ -346,7 +363,9 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
             "linear"
         }
         RopeScaling::Yarn(yarn) => {
-            own.only(yarn.truncate, "truncate", false, "true")?;
+            let truncates = config.family != LlamaFamily::GptOss;
+            let (key, found) = ("truncate", yarn.truncate);
+            own.only(found == truncates, key, found, &truncates.to_string())?;
             own.number("rope.scaling.factor", yarn.factor);
             own.sizes([(
                 "rope.scaling.original_context_length",
@@ -355,7 +374,11 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
             own.number("rope.scaling.yarn_beta_fast", yarn.beta_fast);
             own.number("rope.scaling.yarn_beta_slow", yarn.beta_slow);
             // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
-            let usual = crate::Yarn::new(yarn.factor, yarn.original_max_position_embeddings);
+            let mut usual = crate::Yarn::new(yarn.factor, yarn.original_max_position_embeddings);
+            if let (Some(1.0), Some(all_dim)) = (yarn.mscale, yarn.mscale_all_dim) {
+                own.number("rope.scaling.yarn_log_multiplier", all_dim);
+                (usual.mscale, usual.mscale_all_dim) = (yarn.mscale, yarn.mscale_all_dim);
+            }
             let attention = yarn.attention_scale() / usual.attention_scale();
             if attention != 1.0 {
                 own.number("rope.scaling.attn_factor", attention);

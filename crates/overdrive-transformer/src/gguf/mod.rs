@@ -3,6 +3,7 @@
 mod adapter;
 mod bert;
 mod config;
+mod deepseek;
 mod delta_net;
 mod end_of_text;
 mod file_type;
@@ -19,6 +20,7 @@ pub(crate) use bert::{is_bert, pooling_of_gguf};
 pub use end_of_text::end_of_text_tokens;
 pub use file_type::GgufFileType;
 pub use generation_config::generation_config_from_gguf;
+pub(crate) use names::DENSE_OVER_EMBEDDINGS;
 pub use save::GgufOptions;
 
 use std::path::Path;
@@ -30,7 +32,8 @@ use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 impl CausalLm {
     /// Reads a GGUF file of the architectures `llama` (including Mistral and Mixtral), `qwen2`, `qwen3`, `qwen2moe`,
     /// `qwen3moe`, `qwen3next`, `qwen35`, `qwen35moe`, `phi2`, `phi3`, `gemma`, `gemma2`, `gemma3`, `gemma3n`, `gemma4`,
-    /// `smollm3`, `olmo2`, `granite` and `glm4`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
+    /// `smollm3`, `olmo2`, `granite`, `glm4`, `gpt-oss`,
+    /// `mistral3` (Ministral 3) and `deepseek2` (DeepSeek-V2 and V3), and the text of `qwen3vl` and `qwen3vlmoe`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
     /// any of them.
     ///
     /// Quantized matrices (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
@@ -53,10 +56,16 @@ impl CausalLm {
     /// another shape, [`Error::Quantization`](crate::Error::Quantization) for a damaged file.
     pub fn from_gguf(path: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
         let file = GgufFile::open(path)?;
-        let config = ModelConfig::from_gguf(&file)?;
-        let parts = load::tensors(&file, &config, options)?;
+        ModelConfig::from_gguf(&file)?.check_causal()?;
+        CausalLm::of_gguf(&file, options)
+    }
+
+    /// Reads a model whose attention may be bidirectional (EmbeddingGemma).
+    pub(crate) fn of_gguf(file: &GgufFile, options: &LoadOptions) -> Result<CausalLm> {
+        let config = ModelConfig::from_gguf(file)?;
+        let parts = load::tensors(file, &config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
-        model.set_generation_config(generation_config_from_gguf(&file)?);
+        model.set_generation_config(generation_config_from_gguf(file)?);
         Ok(model)
     }
 }

@@ -7,7 +7,7 @@ use crate::parameters::{ParameterRole, ParameterSpec};
 const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
 /// The names of the modules of a block in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 41] = [
+const MODULES: [(&str, &str); 50] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -15,6 +15,12 @@ const MODULES: [(&str, &str); 41] = [
     ("self_attn.qkv_proj", "attn_qkv"),
     ("self_attn.dense", "attn_output"),
     ("self_attn.q_norm", "attn_q_norm"),
+    ("self_attn.q_a_proj", "attn_q_a"),
+    ("self_attn.q_a_layernorm", "attn_q_a_norm"),
+    ("self_attn.q_b_proj", "attn_q_b"),
+    ("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa"),
+    ("self_attn.kv_a_layernorm", "attn_kv_a_norm"),
+    ("self_attn.kv_b_proj", "attn_kv_b"),
     ("self_attn.k_norm", "attn_k_norm"),
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
@@ -25,6 +31,9 @@ const MODULES: [(&str, &str); 41] = [
     ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
     ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
     (SHARED_GATE, "ffn_gate_inp_shexp"),
     ("per_layer_input_gate", "inp_gate"),
     ("per_layer_projection", "proj"),
@@ -52,7 +61,9 @@ const MODULES: [(&str, &str); 41] = [
 ];
 
 /// The parameters of a block that are not weights or biases of a module, in transformers and in llama.cpp.
-const OTHERS: [(&str, &str); 6] = [
+const OTHERS: [(&str, &str); 8] = [
+    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ("self_attn.sinks", "attn_sinks.weight"),
     ("layer_scalar", "layer_output_scale.weight"),
     ("altup.correct_output_scale", "altup_correct_scale.weight"),
     ("linear_attn.A_log", "ssm_a"),
@@ -62,7 +73,7 @@ const OTHERS: [(&str, &str); 6] = [
 ];
 
 /// The stacks of the matrices of all experts, in the order gate, up, down, and gate and up in one.
-const STACKS: [&str; 4] = [
+pub(super) const STACKS: [&str; 4] = [
     "ffn_gate_exps",
     "ffn_up_exps",
     "ffn_down_exps",
@@ -130,11 +141,13 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
             let norm = family.block_norms().iter().find(|(_, name)| *name == part);
             let part = match (norm, part) {
                 // llama.cpp has it under the name of a norm after attention.
-                (Some((NormPosition::BeforeMlp, _)), _) if family.is_hybrid() => {
+                (Some((NormPosition::BeforeMlp, _)), _)
+                    if family.is_hybrid() || family == LlamaFamily::GptOss =>
+                {
                     norm_name(NormPosition::AfterAttention)
                 }
                 (Some((position, _)), _) => norm_name(*position),
-                (None, "mlp.gate" | "block_sparse_moe.gate") => "ffn_gate_inp",
+                (None, "mlp.gate" | "mlp.router" | "block_sparse_moe.gate") => "ffn_gate_inp",
                 (None, other) => MODULES.iter().find(|(part, _)| *part == other)?.1,
             };
             format!("blk.{layer}.{part}")
@@ -143,9 +156,16 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
     Some(format!("{own}.{end}"))
 }
 
-/// Returns `true` for tensors that files hold and nothing reads: the keys and values, and their norms, of a layer that
-/// attends to those of an earlier one (Gemma 3n), and the layers that predict further tokens (Qwen3.5).
+/// The dense layers over the embeddings of EmbeddingGemma, in their order.
+pub(crate) const DENSE_OVER_EMBEDDINGS: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
+
+/// Returns `true` for tensors that are no parameters of the decoder: the keys and values, and their norms, of a layer that
+/// attends to those of an earlier one (Gemma 3n), and the layers that predict further tokens (Qwen3.5, DeepSeek-V3), and
+/// the dense layers over embeddings.
 pub(super) fn is_unread(name: &str, config: &LlamaConfig) -> bool {
+    if DENSE_OVER_EMBEDDINGS.contains(&name) {
+        return config.use_bidirectional_attention;
+    }
     let layer = name
         .strip_prefix("blk.")
         .and_then(|rest| rest.split_once('.'));
@@ -154,7 +174,8 @@ pub(super) fn is_unread(name: &str, config: &LlamaConfig) -> bool {
     };
     let parts = ["attn_k.", "attn_v.", "attn_k_norm."];
     let of_keys = config.shares_kv(layer) && parts.iter().any(|own| part.starts_with(own));
-    of_keys || config.family.is_hybrid() && layer >= config.num_hidden_layers
+    let predicts = config.family.is_hybrid() || config.family.is_deepseek();
+    of_keys || predicts && layer >= config.num_hidden_layers
 }
 
 /// Returns the stack of the projections of Gemma 3n's residual streams that `module` is in, and its index.
@@ -218,11 +239,12 @@ pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i6
 /// Returns the index of the stored row for each row of the parameter `name`, if the orders differ.
 ///
 /// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
-/// apart; in the architectures `llama`, `smollm3` and `granite` the rows of queries and keys are stored in
+/// apart; in the architectures `llama`, `mistral3`, `smollm3` and `granite` the rows of queries and keys are stored in
 /// llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    use LlamaFamily::{Granite, Llama, Mistral, Mixtral, SmolLm3};
-    if !matches!(config.family, Llama | Mistral | Mixtral | SmolLm3 | Granite) {
+    use LlamaFamily::{Granite, Llama, Ministral3, Mistral, Mixtral, SmolLm3};
+    let families = [Granite, Llama, Ministral3, Mistral, Mixtral, SmolLm3];
+    if !families.contains(&config.family) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -271,6 +293,8 @@ mod tests {
             F::Qwen3Next,
             F::Qwen35,
             F::Qwen35Moe,
+            F::GptOss,
+            F::Ministral3,
         ] {
             let mut config = LlamaConfig {
                 num_hidden_layers: 2,
@@ -294,6 +318,8 @@ mod tests {
                 0 => 0,
                 // The projections of residual streams lie in two.
                 _ if family == F::Gemma3n => 2,
+                // Weights and biases of both layers of an expert, in two blocks.
+                _ if family == F::GptOss => 2 * 4,
                 // Gate, up and down of two layers.
                 _ => 2 * 3,
             };

@@ -2,10 +2,11 @@
 
 use tch::Tensor;
 
+use super::deepseek;
 use super::delta_net;
-use super::names::{fused_rows, gguf_shape, llama_name, row_order, stream_of};
+use super::names::{STACKS, fused_rows, gguf_shape, llama_name, row_order, stream_of};
 use crate::Result;
-use crate::config::LlamaConfig;
+use crate::config::{LlamaConfig, LlamaFamily};
 use crate::moe;
 use crate::parameters::ParameterSpec;
 
@@ -30,6 +31,8 @@ pub(super) enum Form {
     PlusOne,
     /// `-exp` of the elements.
     NegativeExponential,
+    /// Keys and values of each head apart, and keys transposed (DeepSeek).
+    KeysAndValues,
 }
 
 impl Form {
@@ -49,7 +52,7 @@ impl Form {
     /// Returns the elements of transformers.
     pub(super) fn read(self, stored: Tensor) -> Result<Tensor> {
         Ok(match self {
-            Form::Same => stored,
+            Form::Same | Form::KeysAndValues => stored,
             Form::PlusOne => stored.f_sub_scalar(1.0)?,
             Form::NegativeExponential => stored.f_neg()?.f_log()?,
         })
@@ -58,7 +61,7 @@ impl Form {
     /// Returns the elements of a file.
     pub(super) fn written(self, weight: Tensor) -> Result<Tensor> {
         Ok(match self {
-            Form::Same => weight,
+            Form::Same | Form::KeysAndValues => weight,
             Form::PlusOne => weight.f_add_scalar(1.0)?,
             Form::NegativeExponential => weight.f_exp()?.f_neg()?,
         })
@@ -83,7 +86,28 @@ pub(super) fn placements(spec: &ParameterSpec, config: &LlamaConfig) -> Vec<Plac
             form,
         });
     }
+    if let Some(tensors) = deepseek::keys_and_values(name, config) {
+        all.push(Placement {
+            tensors: tensors.into(),
+            slice: None,
+            rows: None,
+            columns: None,
+            form: Form::KeysAndValues,
+        });
+    }
     let slice = slice_of(spec, config);
+    if let Some((tensors, rows)) = neighbouring_gate_up(spec, config) {
+        all.push(Placement {
+            tensors: tensors
+                .map(|name| (name, of_rows(rows.len() as i64 / 2)))
+                .into(),
+            slice,
+            rows: Some(rows),
+            columns: None,
+            form,
+        });
+        return all;
+    }
     if let Some(own) = llama_name(name, config.family) {
         all.push(Placement {
             tensors: vec![(own, shape.clone())],
@@ -135,6 +159,25 @@ fn joint_expert_rows(spec: &ParameterSpec) -> Option<(String, i64, Vec<i64>)> {
     };
     let name = format!("blk.{layer}.ffn_gate_up_exps.weight");
     Some((name, 2 * height, (first..first + height).collect()))
+}
+
+/// Returns the stacks with the gates and with the other half of all experts, if `spec` is both of an expert of gpt-oss,
+/// whose rows alternate, and the stored row of each of its rows.
+fn neighbouring_gate_up(
+    spec: &ParameterSpec,
+    config: &LlamaConfig,
+) -> Option<([String; 2], Vec<i64>)> {
+    let (module, end) = spec.name.rsplit_once('.')?;
+    let (layer, _, part) = moe::expert_of(module)?;
+    if config.family != LlamaFamily::GptOss || part != 3 {
+        return None;
+    }
+    let stacks = [STACKS[0], STACKS[1]].map(|stack| format!("blk.{layer}.{stack}.{end}"));
+    let width = config.intermediate_size;
+    Some((
+        stacks,
+        (0..width).flat_map(|row| [row, width + row]).collect(),
+    ))
 }
 
 /// Returns the index at which each index of a permutation is.

@@ -1,6 +1,7 @@
 use std::path::Path;
 
 use overdrive_nn::Linear;
+use overdrive_quantization::GgufFile;
 use overdrive_safetensors::MappedFile;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -73,6 +74,25 @@ impl Dense {
             size: [inputs, outputs],
             activation,
         })
+    }
+
+    /// Reads a layer without bias and activation from a GGUF file, if it has one.
+    pub(super) fn from_gguf(
+        file: &GgufFile,
+        name: &str,
+        device: Device,
+        kind: Kind,
+    ) -> Result<Option<Dense>> {
+        let Some(tensor) = file.tensor(name) else {
+            return Ok(None);
+        };
+        let weight = tensor.dequantize(None, kind, device)?;
+        let (outputs, inputs) = weight.size2()?;
+        Ok(Some(Dense {
+            linear: Linear::dense(weight, None)?,
+            size: [inputs, outputs],
+            activation: None,
+        }))
     }
 
     /// Returns the numbers of inputs and outputs.

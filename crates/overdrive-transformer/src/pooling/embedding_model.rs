@@ -8,7 +8,7 @@ use super::dense::Dense;
 use super::modules::{Modules, read_config, read_json};
 use super::pool::{Pooling, PoolingMode, pooled};
 use super::sequence::{Packed, TokenSequence};
-use crate::gguf::{is_bert, pooling_of_gguf};
+use crate::gguf::{DENSE_OVER_EMBEDDINGS, is_bert, pooling_of_gguf};
 use crate::{
     CausalLm, EncoderFamily, EncoderInput, EncoderModel, Error, ForwardInput, LoadOptions, Result,
 };
@@ -91,19 +91,10 @@ impl EmbeddingModel {
         let bound = settings.and_then(|settings| settings.get("max_seq_length")?.as_i64());
         let context = transformer.context();
         let (device, kind) = (transformer.device(), transformer.kind());
-        let mut width = transformer.width();
-        let mut dense = Vec::new();
-        for folder in &modules.dense {
-            let layer = Dense::from_dir(folder, device, kind)?;
-            let [inputs, outputs] = layer.size();
-            if inputs != width {
-                let weight = [outputs, inputs];
-                let expected = format!("({outputs}, {width}), to fit the module before it");
-                return Err(overdrive_core::Error::shape("linear.weight", weight, expected).into());
-            }
-            width = outputs;
-            dense.push(layer);
-        }
+        let dense = modules.dense.iter();
+        let dense = dense.map(|folder| Dense::from_dir(folder, device, kind));
+        let dense = dense.collect::<Result<Vec<_>>>()?;
+        check_widths(&dense, transformer.width())?;
         Ok(EmbeddingModel {
             transformer,
             pooling: modules.pooling,
@@ -120,13 +111,18 @@ impl EmbeddingModel {
         });
         let transformer = match is_bert(&file) {
             true => Transformer::Encoder(Box::new(EncoderModel::from_gguf(path, options)?)),
-            false => Transformer::Decoder(Box::new(CausalLm::from_gguf(path, options)?)),
+            false => Transformer::Decoder(Box::new(CausalLm::of_gguf(&file, options)?)),
         };
+        let (device, kind) = (transformer.device(), transformer.kind());
+        let dense = DENSE_OVER_EMBEDDINGS.iter();
+        let dense = dense.map(|name| Dense::from_gguf(&file, name, device, kind));
+        let dense: Vec<Dense> = dense.filter_map(Result::transpose).collect::<Result<_>>()?;
+        check_widths(&dense, transformer.width())?;
         Ok(EmbeddingModel {
             max_length: transformer.context(),
             transformer,
             pooling,
-            dense: Vec::new(),
+            dense,
         })
     }
 
@@ -187,6 +183,20 @@ impl EmbeddingModel {
     pub fn pooling(&self) -> Pooling {
         self.pooling
     }
+}
+
+/// Checks that each dense layer has the inputs that the module before it gives, `width` for the first.
+fn check_widths(layers: &[Dense], mut width: i64) -> Result<()> {
+    for layer in layers {
+        let [inputs, outputs] = layer.size();
+        if inputs != width {
+            let weight = [outputs, inputs];
+            let expected = format!("({outputs}, {width}), to fit the module before it");
+            return Err(overdrive_core::Error::shape("linear.weight", weight, expected).into());
+        }
+        width = outputs;
+    }
+    Ok(())
 }
 
 impl Transformer {

@@ -120,6 +120,19 @@ fn a_bert_in_a_gguf_file_is_the_model_of_its_folder() {
     );
 }
 
+#[test]
+fn embedding_gemma_in_a_gguf_file_is_the_model_of_its_folder() {
+    let path = fixture("gguf").join("gemma_embedding.gguf");
+    assert_eq!(PoolingTask::of(&path).unwrap(), Some(PoolingTask::Embed));
+    let model = EmbeddingModel::from_pretrained(&path, &LoadOptions::default()).unwrap();
+    let case = "embedding_gemma";
+    let got = model.embed(&sequences(case)).unwrap();
+    let difference = max_difference(&got, &expected(case)["embeddings"]);
+    assert!(difference < TOLERANCE, "{difference}");
+    let error = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("EmbeddingModel"), "{error}");
+}
+
 /// Tolerance: 2 % of the largest value, because the kernels round activations to 8 bits.
 #[test]
 fn a_quantized_bert_in_a_gguf_file_stays_quantized() {

@@ -113,6 +113,11 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "gemma4_moe",
         "qwen3next",
         "qwen35",
+        "gpt-oss",
+        "mistral3",
+        "qwen3vl",
+        "deepseek2",
+        "deepseek2_sigmoid",
     ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
@@ -121,7 +126,13 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         // Norms, biases, convolutions, and routers with their coefficients are all that is dense.
         let dense = model.named_parameters();
         let small = |(name, tensor): &(String, Tensor)| {
-            let ends = ["gate.weight", "router.proj.weight", "conv1d.weight"];
+            let ends = [
+                "gate.weight",
+                "router.weight",
+                "router.proj.weight",
+                "conv1d.weight",
+                "kv_b_proj.weight",
+            ];
             tensor.dim() == 1
                 || ends.iter().any(|end| name.ends_with(end))
                 || name.contains(".altup.")
@@ -306,7 +317,7 @@ fn missing_metadata_and_tensors_are_named() {
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
          qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, olmo2, granite, glm4, qwen2moe, \
-         qwen3next, qwen35, qwen35moe"
+         qwen3next, qwen35, qwen35moe, gpt-oss, mistral3, qwen3vl, qwen3vlmoe, deepseek2, gemma-embedding"
     );
 }
 

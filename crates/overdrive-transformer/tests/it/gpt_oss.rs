@@ -272,14 +272,45 @@ fn a_file_with_other_experts_is_refused_by_name() {
 }
 
 #[test]
-fn a_gguf_file_of_gpt_oss_is_refused_by_name() {
-    let dir = tempfile::tempdir().unwrap();
+fn experts_of_a_gguf_file_stay_in_mxfp4() {
+    let dir = copy_of("gpt_oss_mxfp4");
     let path = dir.path().join("model.gguf");
-    let refused = load("gpt_oss")
-        .save_gguf(&path, &GgufOptions::new(GgufFileType::F32))
-        .unwrap_err();
-    let expected = "`model_type` is \"gpt_oss\", which is not supported; supported: the other families in GGUF files; \
-        save this one as a folder";
-    assert_eq!(refused.to_string(), expected);
+    let options = GgufOptions::new(GgufFileType::MXFP4_MOE);
+    let refused = packed().save_gguf(&path, &options).unwrap_err();
+    let message = "`swiglu_limit` is 0.5, which is not supported; supported: 7, in GGUF files of the architecture \
+        `gpt-oss`";
+    assert_eq!(refused.to_string(), message);
     assert!(!path.exists());
+    edit_config(dir.path(), |config| {
+        config.insert("swiglu_limit".to_owned(), 7.into());
+    });
+    let mut model = CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+    model.save_gguf(&path, &options).unwrap();
+    let mut again = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+    assert_eq!(layers_of_experts(&mut again), layers_of_experts(&mut model));
+    // A file in fp32 has the same elements in other types.
+    let options = GgufOptions::new(GgufFileType::F32);
+    model.save_gguf(&path, &options).unwrap();
+    let again = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+    assert!(!again.is_quantized());
+    model.dequantize().unwrap();
+    let ids = &expected("gpt_oss_mxfp4")["input_ids"];
+    let difference = max_difference(&logits(&again, ids), &logits(&model, ids));
+    assert!(difference < 1e-5, "{difference}");
+}
+
+/// Returns the elements of the layers in MXFP4, by name.
+fn layers_of_experts(model: &mut CausalLm) -> BTreeMap<String, Tensor> {
+    let mut layers = BTreeMap::new();
+    let mut visit = |name: &str, linear: &mut overdrive_nn::Linear| {
+        if let LinearWeight::Quantized(weight) = linear.weight()
+            && weight.scheme() == Scheme::Mxfp4
+        {
+            layers.insert(name.to_owned(), weight.dequantize(Kind::Float).unwrap());
+        }
+        Ok(())
+    };
+    model.visit_linears(&mut visit).unwrap();
+    assert_eq!(layers.len(), 2 * 4 * 2);
+    layers
 }

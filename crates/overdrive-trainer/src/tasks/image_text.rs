@@ -1,18 +1,20 @@
-//! Batches of images with a prompt and a text to learn.
+//! Images with a prompt and a text that a model learns to answer.
 
-use anyhow::Context;
-use overdrive::core::{Error as Common, IGNORE_INDEX};
-use overdrive::datasets::prelude::*;
-use overdrive::datasets::{
-    CaptionedPatches, DeviceLoader, Error, OnDevice, PatchCaptionDataset, Result, Tokenizer,
+use overdrive_core::{Error as Common, IGNORE_INDEX};
+use overdrive_datasets::prelude::*;
+use overdrive_datasets::{
+    CaptionedPatches, Error as DataError, OnDevice, PatchCaptionDataset, Result as DataResult,
+    Tokenizer,
 };
-use overdrive::generation::{ChatTemplateOptions, GenerationConfig, Message, ModelFiles};
-use overdrive::trainer::MicroBatch;
-use overdrive::transformer::{
+use overdrive_generation::{ChatTemplateOptions, GenerationConfig, Message, ModelFiles};
+use overdrive_transformer::{
     CausalLm, ForwardInput, ImageTokens, LabelShift, LossOutput, VisionConfig,
 };
 use serde_json::json;
 use tch::{Device, Tensor};
+
+use crate::error::invalid;
+use crate::{MicroBatch, Result};
 
 /// The form of an example: the tokens of a prompt with one image token, then those of the caption.
 #[derive(Debug, Clone)]
@@ -62,38 +64,38 @@ impl ImageTextFormat {
     /// Returns the form of a conversation: a message with the image and a question, and the caption as its answer.
     ///
     /// # Errors
-    /// An error for a model that sees no images, or without a chat template or an end-of-text token.
-    pub fn new(
-        model: &CausalLm,
-        files: &ModelFiles,
-        question: &str,
-    ) -> anyhow::Result<ImageTextFormat> {
-        let vision = model
-            .config()
-            .vision()
-            .context("the model sees no images")?;
+    /// [`Error::Common`](crate::Error::Common) for a model that sees no images or has no end-of-text token,
+    /// [`Error::Generation`](crate::Error::Generation) if it has no chat template.
+    pub fn new(model: &CausalLm, files: &ModelFiles, question: &str) -> Result<ImageTextFormat> {
+        let Some(vision) = model.config().vision() else {
+            let expected = "one that sees images, such as Qwen3-VL";
+            return invalid("model", "a model of text", expected);
+        };
         let (template, tokenizer) = (files.chat_template()?, files.tokenizer()?);
         let parts = json!([{"type": "image"}, {"type": "text", "text": question}]);
         let message = Message::user("").with("content", parts);
         let prompt = template.encode(&tokenizer, &[message], &ChatTemplateOptions::default())?;
         let config = GenerationConfig::from_map(&files.generation_config()?)?;
         let config = config.or_end_of_text(&template, &tokenizer);
-        let end = config.eos_token_id.first();
+        let Some(&end) = config.eos_token_id.first() else {
+            let expected = "set in the model's generation_config.json or tokenizer";
+            return invalid("eos_token_id", "missing", expected);
+        };
         Ok(ImageTextFormat {
             prompt,
             tokenizer,
-            end: *end.context("the model has no end-of-text token")?,
+            end,
             vision: vision.clone(),
         })
     }
 
-    fn example(&self, row: CaptionedPatches) -> Result<ImageText> {
+    fn example(&self, row: CaptionedPatches) -> DataResult<ImageText> {
         let grid = row.image.grid.map(|side| side as i64);
         let unfit = |error| Common::option("an image", error, "one that fits the prompt");
         let mut tokens = self.vision.expand(&self.prompt, &[grid]).map_err(unfit)?;
         let prompt = tokens.len();
         let caption = self.tokenizer.encode(row.caption.as_str(), false);
-        let caption = caption.map_err(|source| Error::Tokenizer {
+        let caption = caption.map_err(|source| DataError::Tokenizer {
             action: format!("encode {:?}", row.caption),
             source,
         })?;
@@ -114,7 +116,7 @@ impl ImageTextFormat {
 /// Returns a loader of the images of `data` in that form.
 ///
 /// # Errors
-/// An error of an option.
+/// [`Error::Data`](crate::Error::Data) for an invalid option.
 pub fn load_image_texts(
     data: PatchCaptionDataset,
     format: ImageTextFormat,
@@ -127,7 +129,7 @@ pub fn load_image_texts(
     Ok(DeviceLoader::new(loader, device))
 }
 
-fn collate(rows: Vec<ImageText>) -> Result<ImageTextBatch> {
+fn collate(rows: Vec<ImageText>) -> DataResult<ImageTextBatch> {
     let width = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0);
     let (mut ids, mut labels, mut axes) = (Vec::new(), Vec::new(), [vec![], vec![], vec![]]);
     let (mut pixels, mut image_tokens, mut grids) = (Vec::new(), Vec::new(), Vec::new());
@@ -175,8 +177,8 @@ impl ImageTextBatch {
     /// Computes the loss of the captions. The vision tower does not learn.
     ///
     /// # Errors
-    /// An error of the model.
-    pub fn loss(&self, model: &CausalLm) -> overdrive::transformer::Result<LossOutput> {
+    /// [`Error::Model`](crate::Error::Model).
+    pub fn loss(&self, model: &CausalLm) -> Result<LossOutput> {
         let features = tch::no_grad(|| model.encode_images(&self.pixels, &self.grids))?;
         let images = ImageTokens {
             indices: self.image_tokens.shallow_clone(),
@@ -187,10 +189,10 @@ impl ImageTextBatch {
             .with_position_bound(self.input_ids.size()[1])
             .with_images(&images)
             .with_label_count(self.label_count);
-        model.loss_of(input, &self.labels, LabelShift::HuggingFace)
+        Ok(model.loss_of(input, &self.labels, LabelShift::HuggingFace)?)
     }
 
-    fn map_tensors(self, change: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
+    fn map_tensors(self, change: impl Fn(Tensor) -> DataResult<Tensor>) -> DataResult<Self> {
         Ok(Self {
             input_ids: change(self.input_ids)?,
             labels: change(self.labels)?,
@@ -203,11 +205,11 @@ impl ImageTextBatch {
 }
 
 impl OnDevice for ImageTextBatch {
-    fn pinned(self) -> Result<Self> {
+    fn pinned(self) -> DataResult<Self> {
         self.map_tensors(Tensor::pinned)
     }
 
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
+    fn on_device(self, device: Device, non_blocking: bool) -> DataResult<Self> {
         self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
     }
 }
