@@ -51,8 +51,7 @@ pub(crate) async fn chat_completions(
         }
         (true, count) => Some(count.unwrap_or(0)),
     };
-    let sees_images = shared.sees_images();
-    let conversation = messages::take(&mut fields, "messages", template, sees_images)?;
+    let conversation = messages::take(&mut fields, "messages", template, &shared)?;
     let format = response_format(&mut fields)?;
     let (tools, forced) = Tools::take(&mut fields, template)?;
     if format.is_some() && forced.is_some() {
@@ -119,7 +118,7 @@ impl Turn {
     ) -> ApiResult<Job> {
         let seats = shared.seats("n", sampling.config.num_return_sequences)?;
         let preparing = Arc::clone(shared);
-        let request = blocking(move || {
+        let (seats, request) = blocking(seats, move || {
             let shared = &*preparing;
             let template = template(shared, self.field)?;
             let Conversation { messages, images } = self.conversation;
@@ -128,9 +127,10 @@ impl Turn {
                 error if error.names("messages") => error.with_param(self.field),
                 error => error,
             })?;
-            let (prompt, images) = shared.with_images(self.field, prompt, &images)?;
+            let prompt = shared.expand_images(self.field, prompt, &images)?;
             let default = shared.model.config.max_new_tokens;
             let config = sampling.for_prompt(self.field, prompt.len(), default, shared)?;
+            let images = shared.decode_images(self.field, &images)?;
             let mut request = Request::new(prompt, config).with_images(images);
             request.adapter = self.adapter;
             Ok(match self.schema {

@@ -117,7 +117,7 @@ pub(crate) async fn completions(
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
     let preparing = Arc::clone(&shared);
     let adapter = model.adapter;
-    let (requests, echoes) = blocking(move || {
+    let (seats, (requests, echoes)) = blocking(seats, move || {
         let shared = &preparing;
         let constraint = schema.map(|schema| schema.constraint(shared)).transpose()?;
         let mut requests = Vec::new();

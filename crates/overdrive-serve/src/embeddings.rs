@@ -49,15 +49,17 @@ pub(crate) async fn embeddings(
     };
     let prompt_name: Option<String> = fields.take("prompt_name")?;
     let prompt = shared.model.format.prompt(prompt_name.as_deref())?;
-    let inputs = Prompts::take(&mut fields, "input")?.after(prompt);
+    let inputs = Prompts::take(&mut fields, "input")?;
     if inputs.len() == 0 {
         let expected = "a list with at least one input";
         return Err(ApiError::range("input", "[]", expected));
     }
-    // Kept until the end of this function, or until the client disconnects.
-    let _seats = shared.seats("input", inputs.len())?;
+    let seats = shared.seats("input", inputs.len())?;
+    let inputs = inputs.after(prompt);
     let encoding = Arc::clone(&shared);
-    let inputs = blocking(move || check(inputs.encode(&encoding, true)?, &encoding)).await?;
+    let work = move || check(inputs.encode(&encoding, true)?, &encoding);
+    // Kept until the end of this function, or until the client disconnects.
+    let (_seats, inputs) = blocking(seats, work).await?;
     let tokens: usize = inputs.iter().map(Vec::len).sum();
     shared.metrics.prompt(tokens);
     let pooling = shared.options.pooling;

@@ -42,6 +42,7 @@ mod embeddings;
 mod error;
 mod fields;
 mod gemma4_calls;
+mod images;
 mod job;
 mod key;
 mod logprobs;

@@ -1,12 +1,12 @@
 //! The messages of a chat, as the model's template reads them.
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use overdrive_generation::{ChatTemplate, Message};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use crate::api_error::{ApiError, ApiResult};
-use crate::fields::{Fields, shorten};
+use crate::fields::Fields;
+use crate::images;
+use crate::shared::Shared;
 
 /// The messages of a chat, and its images.
 #[derive(Debug, Default)]
@@ -20,13 +20,13 @@ pub(crate) struct Conversation {
 ///
 /// Templates expect `content` to be a string and `arguments` to be an object; OpenAI's API also allows a list of parts
 /// and JSON text, which are converted. The content of a message with images stays a list of parts, as the templates of
-/// models with images expect it; they are refused unless `sees_images`. The role `developer` becomes `system`, its older
+/// models with images expect it; they are refused by a model that sees none. The role `developer` becomes `system`, its older
 /// name, unless the template knows it.
 pub(crate) fn take(
     fields: &mut Fields,
     name: &str,
     template: &ChatTemplate,
-    sees_images: bool,
+    shared: &Shared,
 ) -> ApiResult<Conversation> {
     let messages: Vec<Map<String, Value>> = fields.require(name)?;
     if messages.is_empty() {
@@ -37,7 +37,7 @@ pub(crate) fn take(
         let source = template.source(name);
         source.is_some_and(|source| source.contains("developer"))
     });
-    let mut images = Vec::new();
+    let mut files = Vec::new();
     let message = |(index, mut fields): (usize, Map<String, Value>)| {
         let param = format!("{name}[{index}]");
         match fields.get("role").and_then(Value::as_str) {
@@ -51,8 +51,8 @@ pub(crate) fn take(
             Some(_) => {}
         }
         if let Some(content) = fields.get_mut("content") {
-            let own = if sees_images {
-                take_images(content, &param)
+            let own = if shared.sees_images() {
+                images::take(content, &param)
             } else {
                 Ok(Vec::new())
             };
@@ -60,7 +60,7 @@ pub(crate) fn take(
             if own.is_empty() {
                 flatten(content, &param).map_err(|message| ApiError::field(name, message))?;
             }
-            images.extend(own);
+            files.extend(own);
         }
         // Some servers answer with an empty list; to templates, a message with this key calls tools.
         if fields
@@ -78,60 +78,8 @@ pub(crate) fn take(
     let messages = messages.into_iter().enumerate().map(message);
     Ok(Conversation {
         messages: messages.collect::<ApiResult<_>>()?,
-        images,
+        images: files,
     })
-}
-
-/// Takes the images out of a list of parts, if it has any; each becomes a part of type `image`. The error is its message.
-fn take_images(content: &mut Value, param: &str) -> Result<Vec<Vec<u8>>, String> {
-    let mut images = Vec::new();
-    for part in content.as_array_mut().into_iter().flatten() {
-        // Those of chats and of responses.
-        if !matches!(part["type"].as_str(), Some("image_url" | "input_image")) {
-            continue;
-        }
-        let url = match &part["image_url"] {
-            Value::Object(image) => image.get("url").and_then(Value::as_str),
-            other => other.as_str(),
-        };
-        let bytes = image_of(url.unwrap_or_default());
-        images
-            .push(bytes.map_err(|problem| {
-                format!("`{param}.content` has an image whose URL {problem}")
-            })?);
-        *part = json!({"type": "image"});
-    }
-    if images.is_empty() {
-        return Ok(images);
-    }
-    for part in content.as_array_mut().into_iter().flatten() {
-        let text = part.as_str().or_else(|| part["text"].as_str());
-        if let Some(text) = text.map(str::to_owned) {
-            *part = json!({"type": "text", "text": text});
-        } else if part["type"] != "image" {
-            let kind = part["type"].as_str().unwrap_or("unknown");
-            return Err(format!(
-                "`{param}.content` has a part of type {kind:?}; this model reads texts and images"
-            ));
-        }
-    }
-    Ok(images)
-}
-
-/// Returns the file of a data URL. The error continues "an image whose URL".
-fn image_of(url: &str) -> Result<Vec<u8>, String> {
-    let data = url
-        .strip_prefix("data:")
-        .and_then(|rest| rest.split_once(";base64,"));
-    let Some((_, data)) = data else {
-        return Err(format!(
-            "is {:?}; this server loads no images from elsewhere: send `data:image/png;base64,` and the file in Base64",
-            shorten(url)
-        ));
-    };
-    STANDARD
-        .decode(data.trim())
-        .map_err(|error| format!("is not valid Base64: {error}"))
 }
 
 /// Joins the texts of a list of parts by line breaks, as vLLM does. The error is its message.

@@ -77,10 +77,13 @@ impl PoolingModel {
     }
 }
 
+/// A result whose error is its message, which several clients get.
+type Outcome<T> = std::result::Result<T, String>;
+
 /// One sequence and the receiver of its vector, or of its score as a vector of one element.
 struct Job {
     sequence: TokenSequence,
-    reply: oneshot::Sender<std::result::Result<Vec<f32>, String>>,
+    reply: oneshot::Sender<Outcome<Vec<f32>>>,
 }
 
 /// A handle on the thread, which computes the sequences that wait as one batch.
@@ -203,22 +206,18 @@ fn run(model: &PoolingModel, jobs: &Receiver<Job>) {
             .into_iter()
             .map(|job| (job.sequence, job.reply))
             .unzip();
-        let mut vectors = vectors(model, &sequences).map(Vec::into_iter);
-        for reply in replies {
-            let vector = match &mut vectors {
-                Ok(vectors) => vectors.next().ok_or("internal error: no vector"),
-                Err(error) => Err(error.as_str()),
-            };
-            let _gone = reply.send(vector.map_err(str::to_owned));
+        let vectors = match values(model, &sequences) {
+            Ok(values) => rows(&values, replies.len()),
+            Err(error) => vec![Err(error); replies.len()],
+        };
+        for (reply, vector) in replies.into_iter().zip(vectors) {
+            let _gone = reply.send(vector);
         }
     }
 }
 
-/// Computes the vector of each sequence.
-fn vectors(
-    model: &PoolingModel,
-    sequences: &[TokenSequence],
-) -> std::result::Result<Vec<Vec<f32>>, String> {
+/// Computes the vectors of the sequences, one after another.
+fn values(model: &PoolingModel, sequences: &[TokenSequence]) -> Outcome<Vec<f32>> {
     let rows = match model {
         PoolingModel::Embedding(model) => model.embed(sequences),
         PoolingModel::Reranker(model) => model.scores(sequences),
@@ -228,12 +227,30 @@ fn vectors(
         let rows = rows.f_to_device(Device::Cpu)?.f_to_kind(Kind::Float)?;
         Vec::try_from(&rows.f_flatten(0, -1)?.f_contiguous()?)
     };
-    let values = flat(&rows).map_err(|error| error.to_string())?;
-    if values.iter().any(|value| !value.is_finite()) {
-        return Err(
+    flat(&rows).map_err(|error| error.to_string())
+}
+
+/// Divides values into `count` rows; one that is not finite is an error of its sequence alone.
+fn rows(values: &[f32], count: usize) -> Vec<Outcome<Vec<f32>>> {
+    let width = (values.len() / count).max(1);
+    let row = |row: &[f32]| match row.iter().all(|value| value.is_finite()) {
+        true => Ok(row.to_vec()),
+        false => Err(
             "the model computed numbers that are not finite; is its dtype too narrow?".to_owned(),
-        );
+        ),
+    };
+    values.chunks(width).map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_that_is_not_finite_is_an_error_of_its_own() {
+        let rows = rows(&[1.0, 2.0, f32::NAN, 4.0, 5.0, 6.0], 3);
+        assert_eq!(rows[0], Ok(vec![1.0, 2.0]));
+        assert!(rows[1].as_ref().unwrap_err().contains("not finite"));
+        assert_eq!(rows[2], Ok(vec![5.0, 6.0]));
     }
-    let width = (values.len() / sequences.len()).max(1);
-    Ok(values.chunks(width).map(<[f32]>::to_vec).collect())
 }

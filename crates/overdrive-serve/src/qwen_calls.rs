@@ -44,7 +44,13 @@ fn typed(text: &str, schema: Option<&Value>) -> Value {
     };
     match may_be_text {
         true => as_text(),
-        false => serde_json::from_str(text.trim()).unwrap_or_else(|_| as_text()),
+        false => match text.trim() {
+            // Templates write the values of earlier calls as Python prints them, and models repeat it.
+            "True" => true.into(),
+            "False" => false.into(),
+            "None" => Value::Null,
+            json => serde_json::from_str(json).unwrap_or_else(|_| as_text()),
+        },
     }
 }
 
@@ -59,17 +65,18 @@ mod tests {
         let schema = json!({"type": "object", "properties": {
             "path": {"type": "string"}, "count": {"type": "integer"}, "deep": {"type": "boolean"},
             "tags": {"type": "array"}, "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-            "mode": {"enum": ["1", "2"]},
+            "mode": {"enum": ["1", "2"]}, "wide": {"type": "boolean"}, "top": {"type": ["integer", "null"]},
         }});
         let text = "\n<function=find>\n<parameter=path>\n1\n</parameter>\n<parameter=count>\n3\n</parameter>\n\
                     <parameter=deep>true</parameter><parameter=tags>[\"a\"]</parameter>\n\
                     <parameter=limit>\nnull\n</parameter>\n<parameter=mode>2</parameter>\n\
+                    <parameter=wide>\nFalse\n</parameter><parameter=top>None</parameter>\n\
                     <parameter=other>\n  7\n\nlines\n</parameter>\n</function>\n";
         let (name, arguments) = read(text, |_| Some(&schema)).unwrap();
         assert_eq!(name, "find");
         let expected = json!({
             "path": "1", "count": 3, "deep": true, "tags": ["a"], "limit": null, "mode": "2",
-            "other": "  7\n\nlines",
+            "wide": false, "top": null, "other": "  7\n\nlines",
         });
         assert_eq!(arguments, expected);
         // What is not of its type stays text, and a model may stop early.

@@ -38,6 +38,28 @@ enum Texts {
     Many(Vec<String>),
 }
 
+/// The texts of a request: a query for all documents, or one for each.
+struct Pairs {
+    queries: Vec<String>,
+    documents: Vec<String>,
+}
+
+impl Pairs {
+    fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        let queries = self.queries.iter().map(String::as_str).cycle();
+        queries.zip(self.documents.iter().map(String::as_str))
+    }
+}
+
+/// The scores of the pairs of a request.
+struct Scores {
+    /// The score of each pair, in the order of the documents.
+    scores: Vec<f32>,
+    documents: Vec<String>,
+    /// The number of tokens of all pairs.
+    tokens: usize,
+}
+
 pub(crate) async fn rerank(
     State(shared): State<Arc<Shared>>,
     request: Request,
@@ -52,9 +74,15 @@ pub(crate) async fn rerank(
     let texts = documents.into_iter().map(|document| match document {
         Document::Text(text) | Document::Object { text } => text,
     });
-    let pairs: Vec<(String, String)> = texts.map(|text| (query.clone(), text)).collect();
-    let documents: Vec<String> = pairs.iter().map(|(_, text)| text.clone()).collect();
-    let (scores, tokens) = scores(&shared, "documents", pairs, &mut fields).await?;
+    let pairs = Pairs {
+        queries: vec![query],
+        documents: texts.collect(),
+    };
+    let Scores {
+        scores,
+        documents,
+        tokens,
+    } = scores(&shared, "documents", pairs, &mut fields).await?;
     let mut ranked: Vec<(usize, f32)> = scores.into_iter().enumerate().collect();
     // Stable, so that equal scores keep the order of the documents.
     ranked.sort_by(|(_, one), (_, other)| other.total_cmp(one));
@@ -85,22 +113,18 @@ pub(crate) async fn score(
     let name = shared.choose_model(fields.take("model")?)?.name;
     fields.refuse(&["truncate_prompt_tokens"])?;
     let (one, other): (Texts, Texts) = (fields.require("text_1")?, fields.require("text_2")?);
-    let others = match other {
+    let list = |texts: Texts| match texts {
         Texts::One(text) => vec![text],
         Texts::Many(texts) => texts,
     };
-    let ones = match one {
-        Texts::One(text) => vec![text; others.len()],
-        Texts::Many(texts) if texts.len() == 1 => vec![texts[0].clone(); others.len()],
-        Texts::Many(texts) => texts,
-    };
-    if ones.len() != others.len() {
-        let found = format!("a list of {}", ones.len());
-        let expected = format!("one text, or as many as text_2 ({})", others.len());
+    let (queries, documents) = (list(one), list(other));
+    if queries.len() != 1 && queries.len() != documents.len() {
+        let found = format!("a list of {}", queries.len());
+        let expected = format!("one text, or as many as text_2 ({})", documents.len());
         return Err(ApiError::range("text_1", found, &expected));
     }
-    let pairs = ones.into_iter().zip(others).collect();
-    let (scores, tokens) = scores(&shared, "text_2", pairs, &mut fields).await?;
+    let pairs = Pairs { queries, documents };
+    let Scores { scores, tokens, .. } = scores(&shared, "text_2", pairs, &mut fields).await?;
     let data = scores.into_iter().enumerate();
     let data: Vec<Value> = data
         .map(|(index, score)| json!({"index": index, "object": "score", "score": score}))
@@ -113,13 +137,13 @@ pub(crate) async fn score(
     Ok(json_response(StatusCode::OK, &answer))
 }
 
-/// Returns the score of each pair, and the number of their tokens. `param` is the field of the second texts.
+/// Computes the score of each pair. `param` is the field of the documents.
 async fn scores(
     shared: &Arc<Shared>,
     param: &'static str,
-    pairs: Vec<(String, String)>,
+    pairs: Pairs,
     fields: &mut Fields,
-) -> ApiResult<(Vec<f32>, usize)> {
+) -> ApiResult<Scores> {
     let started = Instant::now();
     let reranker = match &shared.backend {
         Backend::Pooler(pooler) => pooler.reranker.map(|inputs| (pooler, inputs)),
@@ -128,7 +152,7 @@ async fn scores(
     let Some((pooler, inputs)) = reranker else {
         return Err(shared.not_served("scores no pairs of texts; serve a reranker"));
     };
-    if pairs.is_empty() {
+    if pairs.documents.is_empty() {
         let expected = "a list with at least one text";
         return Err(ApiError::range(param, "[]", expected));
     }
@@ -146,19 +170,18 @@ async fn scores(
         Some(instruction) => instruction,
         None => shared.model.format.prompt(name.as_deref())?.to_owned(),
     };
-    // Kept until the end of this function, or until the client disconnects.
-    let _seats = shared.seats(param, pairs.len())?;
+    let seats = shared.seats(param, pairs.documents.len())?;
     let encoding = Arc::clone(shared);
-    let sequences = blocking(move || {
+    let work = move || {
         let (tokenizer, format) = (&encoding.model.tokenizer, &encoding.model.format);
-        let one = |(query, document): (String, String)| {
+        let one = |(query, document): (&str, &str)| {
             let sequence = match &format.pairs {
                 _ if reads_tokens => {
                     let query = format!("{system}{query}");
                     encode(tokenizer, query, Some(document), true)?
                 }
                 Some(PairFormat::Template(template)) => {
-                    let prompt = template.render(&system, &query, &document)?;
+                    let prompt = template.render(&system, query, document)?;
                     encode(tokenizer, prompt, None, false)?
                 }
                 _ => {
@@ -166,27 +189,33 @@ async fn scores(
                         true => INSTRUCTION,
                         false => &system,
                     };
-                    let prompt = prompt(instruction, &query, &document);
+                    let prompt = prompt(instruction, query, document);
                     encode(tokenizer, prompt, None, false)?
                 }
             };
             check_length(param, sequence.ids.len(), &encoding)?;
             Ok(sequence)
         };
-        pairs.into_iter().map(one).collect::<ApiResult<Vec<_>>>()
-    })
-    .await?;
+        let sequences = pairs.iter().map(one).collect::<ApiResult<Vec<_>>>()?;
+        Ok((sequences, pairs.documents))
+    };
+    // Kept until the end of this function, or until the client disconnects.
+    let (_seats, (sequences, documents)) = blocking(seats, work).await?;
     let tokens = sequences.iter().map(|sequence| sequence.ids.len()).sum();
     shared.metrics.prompt(tokens);
     let vectors = within_max_time(shared, pooler.compute(sequences)).await?;
     shared.metrics.whole_request(started.elapsed());
-    Ok((vectors.into_iter().flatten().collect(), tokens))
+    Ok(Scores {
+        scores: vectors.into_iter().flatten().collect(),
+        documents,
+        tokens,
+    })
 }
 
 fn encode(
     tokenizer: &Tokenizer,
     text: String,
-    second: Option<String>,
+    second: Option<&str>,
     special: bool,
 ) -> ApiResult<TokenSequence> {
     let encoding = match second {

@@ -118,8 +118,7 @@ pub(crate) async fn responses(
     }
     let input = fields.require("input")?;
     fields.set("input", chat_messages(input)?);
-    let sees_images = shared.sees_images();
-    let mut conversation = messages::take(&mut fields, "input", template, sees_images)?;
+    let mut conversation = messages::take(&mut fields, "input", template, &shared)?;
     if let Some(instructions) = instructions {
         conversation
             .messages

@@ -9,10 +9,11 @@ use axum::http::StatusCode;
 use overdrive_constraints::{GrammarVocabulary, token_bytes};
 use overdrive_core::random::entropy;
 use overdrive_generation::{
-    ChatTemplate, EngineHandle, EngineStatistics, Error, GenerationConfig, ImagePatches,
-    ImageProcessor, Tokenizer,
+    ChatTemplate, EngineHandle, EngineStatistics, Error, GenerationConfig, ImageProcessor,
+    Tokenizer,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::shorten;
@@ -220,54 +221,6 @@ impl Shared {
         }
     }
 
-    /// Returns `true` if the messages of a chat may have images.
-    pub(crate) fn sees_images(&self) -> bool {
-        let sees = matches!(&self.backend, Backend::Engine(engine) if engine.vision().is_some());
-        cfg!(feature = "image") && sees && self.model.processor.is_some()
-    }
-
-    /// Decodes the files of `images`, which stand for one token each in the rendered chat `prompt` of the field `field`.
-    /// Returns the prompt with all image tokens, and the images.
-    #[cfg(feature = "image")]
-    pub(crate) fn with_images(
-        &self,
-        field: &str,
-        prompt: Vec<i64>,
-        images: &[Vec<u8>],
-    ) -> ApiResult<(Vec<i64>, Vec<ImagePatches>)> {
-        let (Some(processor), Some(vision)) = (&self.model.processor, self.engine()?.vision())
-        else {
-            return Ok((prompt, Vec::new()));
-        };
-        if images.is_empty() {
-            return Ok((prompt, Vec::new()));
-        }
-        let refused = |error: &dyn std::fmt::Display| ApiError::field(field, error.to_string());
-        let images = images
-            .iter()
-            .map(|file| processor.decode(file).map_err(|error| refused(&error)));
-        let images = images.collect::<ApiResult<Vec<_>>>()?;
-        let grids = images
-            .iter()
-            .map(|image| image.grid.map(|side| side as i64));
-        let grids: Vec<[i64; 2]> = grids.collect();
-        let prompt = vision
-            .expand(&prompt, &grids)
-            .map_err(|error| refused(&error))?;
-        Ok((prompt, images))
-    }
-
-    /// Returns the prompt as it is: without the feature `image`, messages with images are refused.
-    #[cfg(not(feature = "image"))]
-    pub(crate) fn with_images(
-        &self,
-        _: &str,
-        prompt: Vec<i64>,
-        _: &[Vec<u8>],
-    ) -> ApiResult<(Vec<i64>, Vec<ImagePatches>)> {
-        Ok((prompt, Vec::new()))
-    }
-
     /// Takes the seats of a request, which are given back when the result is dropped.
     pub(crate) fn seats(&self, param: &str, sequences: usize) -> ApiResult<OwnedSemaphorePermit> {
         let most = self.options.max_queue;
@@ -380,16 +333,67 @@ pub(crate) fn now() -> u64 {
     since.map_or(0, |since| since.as_secs())
 }
 
-/// Runs a computation that would block a thread of the runtime for too long: tokenizing a prompt or compiling a
-/// grammar.
-pub(crate) async fn blocking<T: Send + 'static>(
+/// Runs a computation that would block a thread of the runtime for too long: tokenizing a prompt, decoding images or
+/// compiling a grammar.
+///
+/// If the client disconnects, a computation that has not begun is dropped, and one that has begun keeps its `seats` until
+/// it ends: their number bounds those that run and wait.
+pub(crate) async fn blocking<S: Send + 'static, T: Send + 'static>(
+    seats: S,
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
-) -> ApiResult<T> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
+) -> ApiResult<(S, T)> {
+    let task = tokio::task::spawn_blocking(move || (seats, work()));
+    let mut task = AbortOnDrop(task);
+    match (&mut task.0).await {
+        Ok((seats, result)) => Ok((seats, result?)),
         // Its message is on stderr.
         Err(_) => Err(ApiError::internal(
             "internal error: a thread panicked while it prepared the request",
         )),
+    }
+}
+
+struct AbortOnDrop<T>(JoinHandle<T>);
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_computation_keeps_its_seats_until_it_ends() {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.enable_time().build().unwrap();
+        let seats = Arc::new(Semaphore::new(1));
+        let taken = Arc::clone(&seats).try_acquire_owned().unwrap();
+        let (begun, has_begun) = channel();
+        let (end, ends) = channel::<()>();
+        let work = move || {
+            begun.send(()).unwrap();
+            // Ends when its sender is dropped.
+            let _ended = ends.recv();
+            Ok(())
+        };
+        runtime.block_on(async {
+            let waiting = blocking(taken, work);
+            // The client disconnects once the computation has begun.
+            let watch = tokio::task::spawn_blocking(move || has_begun.recv().unwrap());
+            tokio::select! {
+                _ = waiting => panic!("the computation has not ended"),
+                begun = watch => begun.unwrap(),
+            }
+            assert_eq!(seats.available_permits(), 0);
+            drop(end);
+            let freed = tokio::time::timeout(Duration::from_secs(60), seats.acquire());
+            drop(freed.await.unwrap().unwrap());
+        });
     }
 }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
-use overdrive_generation::{Error, TextStream};
+use overdrive_generation::TextStream;
 use serde_json::{Value, json};
 
 use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::chat::{template, template_options};
+use crate::completions::Prompts;
 use crate::fields::Fields;
 use crate::messages;
 use crate::shared::{Shared, blocking};
@@ -34,25 +35,29 @@ pub(crate) async fn tokenize(
         }
         None => {
             let template = template(&shared, "messages")?;
-            let messages = messages::take(&mut fields, "messages", template, false)?.messages;
+            let conversation = messages::take(&mut fields, "messages", template, &shared)?;
             let (tools, _) = Tools::take(&mut fields, template)?;
-            Some((messages, template_options(&mut fields, tools.as_ref())?))
+            Some((conversation, template_options(&mut fields, tools.as_ref())?))
         }
     };
     let encoding = Arc::clone(&shared);
-    let (ids, texts) = blocking(move || {
+    let ((), (ids, texts)) = blocking((), move || {
         let tokenizer = &encoding.model.tokenizer;
+        let mut images = Vec::new();
         // A template writes the special tokens itself.
         let (text, special) = match (prompt, conversation) {
-            (_, Some((messages, options))) => {
-                let text = template(&encoding, "messages")?.render(&messages, &options)?;
+            (_, Some((conversation, options))) => {
+                let template = template(&encoding, "messages")?;
+                images = conversation.images;
+                let text = template.render(&conversation.messages, &options)?;
                 (text, special.unwrap_or(false))
             }
             (prompt, None) => (prompt.unwrap_or_default(), special.unwrap_or(true)),
         };
-        let encoded = tokenizer.encode_fast(text, special);
-        let ids = encoded.map_err(Error::Tokenizer)?.get_ids().to_vec();
-        let text = |id: &u32| tokenizer.id_to_token(*id);
+        let encoded = Prompts::Text(text).encode(&encoding, special)?;
+        let ids = encoded.into_iter().flat_map(|(_, ids)| ids).collect();
+        let ids = encoding.expand_images("messages", ids, &images)?;
+        let text = |id: &i64| tokenizer.id_to_token(u32::try_from(*id).ok()?);
         let texts: Option<Vec<_>> = has_texts.then(|| ids.iter().map(text).collect());
         Ok((ids, texts))
     })
@@ -82,7 +87,7 @@ pub(crate) async fn detokenize(
         known.ok_or_else(|| ApiError::range("tokens", format!("a list with {id}"), &expected))
     };
     let ids = tokens.iter().map(id).collect::<ApiResult<Vec<u32>>>()?;
-    let text = blocking(move || {
+    let ((), text) = blocking((), move || {
         // Special tokens are kept, so that the text has the same tokens again.
         Ok(TextStream::decode(&shared.model.tokenizer, &ids, false)?)
     })

@@ -67,20 +67,15 @@ fn model(heads: i64, device: Device, kind: Kind) -> Result<CausalLm> {
     Ok(CausalLm::new(&config.into(), &options)?)
 }
 
-fn image() -> ImagePatches {
+fn image() -> Result<ImagePatches> {
     let width = 3 * 2 * 8 * 8;
-    let values = GRID[0] * GRID[1] * width;
-    ImagePatches {
-        pixels: (0..values).map(|at| (at as f32 * 0.37).sin()).collect(),
-        patch_width: width,
-        grid: GRID,
-        merge_size: 2,
-    }
+    let values = (0..GRID[0] * GRID[1] * width).map(|at| (at as f32 * 0.37).sin());
+    Ok(ImagePatches::new(values.collect(), width, GRID, 2)?)
 }
 
 fn encoded(model: &CausalLm) -> Result<Tensor> {
-    let image = image();
-    let pixels = Tensor::f_from_slice(&image.pixels)?.f_view([-1, image.patch_width as i64])?;
+    let image = image()?;
+    let pixels = Tensor::f_from_slice(&image.values())?.f_view([-1, image.patch_width as i64])?;
     let grids = [GRID.map(|side| side as i64)];
     Ok(tch::no_grad(|| model.encode_images(&pixels, &grids))?.embeddings)
 }
@@ -114,7 +109,7 @@ fn served(model: &CausalLm) -> Result<Vec<Vec<i64>>> {
     settings.num_blocks = Some(64);
     let mut engine = Engine::new(model, settings)?;
     for _ in 0..2 {
-        engine.submit(Request::new(prompt(), greedy()).with_images(vec![image()]))?;
+        engine.submit(Request::new(prompt(), greedy()).with_images(vec![image()?]))?;
     }
     engine.submit(Request::new(vec![5, 9, 7], greedy()))?;
     let mut all = Vec::new();

@@ -1,14 +1,14 @@
 //! A dataset of images and captions.
 
-use std::io::{BufRead, Seek};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageDecoder, ImageReader, ImageResult, Limits, RgbImage};
+use image::{DynamicImage, RgbImage};
 use serde_json::Value;
 
 use super::augment::ImageAugmentation;
+use super::image_file::decode;
 use crate::{Dataset, Error, JsonOptions, JsonRecords, RecordNumber, Result};
 use overdrive_core::{check_option, check_positive};
 
@@ -174,8 +174,8 @@ impl ImageCaptionDataset {
             let caption = text(&self.options.text_field)?.to_owned();
             let path = base.join(text(&self.options.image_field)?);
             let failed = |problem: String| format!("the image {}: {problem}", path.display());
-            let reader = ImageReader::open(&path).map_err(|error| failed(error.to_string()))?;
-            let image = decode(reader).map_err(|error| failed(error.to_string()))?;
+            let bytes = std::fs::read(&path).map_err(|error| failed(error.to_string()))?;
+            let image = decode(&bytes).map_err(|error| failed(error.to_string()))?;
             item(image, caption, path)
         };
         read().map_err(|problem| Error::InvalidRecord {
@@ -215,20 +215,6 @@ impl ImageCaptionDataset {
         }
         pixels
     }
-}
-
-/// Decodes an image and rotates it according to its EXIF orientation.
-pub(super) fn decode<R: BufRead + Seek>(reader: ImageReader<R>) -> ImageResult<DynamicImage> {
-    // The format is determined by the content, not by the extension.
-    let mut decoder = reader.with_guessed_format()?.into_decoder()?;
-    // As in `ImageReader::decode`, the pixels count towards the memory limit.
-    let mut limits = Limits::default();
-    limits.reserve(decoder.total_bytes())?;
-    decoder.set_limits(limits)?;
-    let orientation = decoder.orientation()?;
-    let mut image = DynamicImage::from_decoder(decoder)?;
-    image.apply_orientation(orientation);
-    Ok(image)
 }
 
 impl Dataset for ImageCaptionDataset {

@@ -6,6 +6,8 @@ mod audio;
 mod augment;
 #[cfg(feature = "image")]
 mod image_caption;
+#[cfg(feature = "image")]
+mod image_file;
 #[cfg(feature = "tch")]
 mod log_mel;
 #[cfg(feature = "speech")]

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use overdrive_datasets::{Dataset, ImageCaptionDataset, ImageOptions, ImageProcessor};
+use overdrive_datasets::{
+    Dataset, ImageCaptionDataset, ImageOptions, ImagePatches, ImageProcessor,
+};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -35,17 +37,11 @@ fn patches_equal_those_of_transformers_bit_for_bit() {
         assert_eq!(row.caption, format!("The image {name}."));
         let (image, expected) = (row.image, &expected[name]);
         assert_eq!([1, image.grid[0], image.grid[1]], expected.grid, "{name}");
-        assert_eq!(
-            image.pixels.len(),
-            image.grid[0] * image.grid[1] * image.patch_width
-        );
-        assert_eq!(image.tokens(), image.grid[0] * image.grid[1] / 4);
-        assert_eq!(
-            image.pixels[..expected.values.len()],
-            expected.values,
-            "{name}"
-        );
-        let bits = image.pixels.iter().map(|value| u64::from(value.to_bits()));
+        let values = image.values();
+        assert_eq!(values.len(), image.patches() * image.patch_width);
+        assert_eq!(image.tokens(), image.patches() / 4);
+        assert_eq!(values[..expected.values.len()], expected.values, "{name}");
+        let bits = values.iter().map(|value| u64::from(value.to_bits()));
         let sum = bits
             .zip(0_u64..)
             .map(|(bits, index)| bits * (index % 1009 + 1));
@@ -59,11 +55,46 @@ fn a_decoded_file_has_the_patches_of_its_pixels() {
     let image = processor().decode(&bytes).unwrap();
     assert_eq!(image.grid, [4, 6]);
     assert_eq!(image.digest(), processor().decode(&bytes).unwrap().digest());
-    let mut other = image.clone();
-    other.pixels[100] += 0.5;
+    // The header is enough for the size.
+    assert_eq!(processor().grid(&bytes[..60]).unwrap(), [4, 6]);
+    let other = ImageProcessor {
+        image_mean: [0.0; 3],
+        ..processor()
+    };
+    assert_ne!(image.digest(), other.decode(&bytes).unwrap().digest());
+    for wrong in [&bytes[..20], &bytes[..60]] {
+        let error = processor().decode(wrong).unwrap_err().to_string();
+        assert!(error.contains("a PNG, a JPEG or a WebP"), "{error}");
+    }
+}
+
+#[test]
+fn a_photo_that_ends_within_its_pixels_is_refused() {
+    let photo = std::fs::read(fixture("images/b.jpg")).unwrap();
+    processor().decode(&photo).unwrap();
+    let error = processor().decode(&photo[..photo.len() - 20]).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("ends within the pixels"), "{error}");
+}
+
+#[test]
+fn values_make_an_image_if_their_number_fits_the_grid() {
+    let image = ImagePatches::new(vec![0.5; 48], 12, [2, 2], 2).unwrap();
+    assert_eq!((image.patches(), image.tokens()), (4, 1));
+    let mut values = image.values().into_owned();
+    values[7] += 0.5;
+    let other = ImagePatches::new(values, 12, [2, 2], 2).unwrap();
     assert_ne!(image.digest(), other.digest());
-    let error = processor().decode(&bytes[..40]).unwrap_err().to_string();
-    assert!(error.contains("a PNG, a JPEG or a WebP"), "{error}");
+    for (values, grid, merge, option) in [
+        (47, [2, 2], 2, "values"),
+        (72, [2, 3], 2, "grid"),
+        (0, [0, 2], 2, "grid"),
+        (48, [2, 2], 0, "grid"),
+        (48, [usize::MAX - 1, 2], 2, "values"),
+    ] {
+        let error = ImagePatches::new(vec![0.5; values], 12, grid, merge).unwrap_err();
+        assert!(error.to_string().contains(option), "{error}");
+    }
 }
 
 #[test]

@@ -189,14 +189,8 @@ fn sequences_with_images_get_the_same_tokens_from_replayed_steps() {
     let model = CausalLm::from_pretrained(folder, &Default::default()).unwrap();
     let request = |seed: i64| {
         // Some have an image of four tokens, which have two positions.
-        let image = ImagePatches {
-            pixels: (0..16 * 96)
-                .map(|at| ((at * (seed + 3)) as f32).sin())
-                .collect(),
-            patch_width: 96,
-            grid: [4, 4],
-            merge_size: 2,
-        };
+        let values = (0..16 * 96).map(|at| ((at * (seed + 3)) as f32).sin());
+        let image = ImagePatches::new(values.collect(), 96, [4, 4], 2).unwrap();
         let config = config(20 + seed as usize, (seed == 2).then_some(7));
         let text = [5, 9, 3 + seed];
         match seed % 3 {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_kv_cache::{Error as CacheError, PagedCache, PagedCacheConfig, SequenceId};
 use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 
@@ -156,7 +156,11 @@ impl Assistant {
         let common = held.iter().zip(sequence.tokens).take_while(|(a, b)| a == b);
         // The last token is read again, because its logits are needed.
         let common = common.count().min(sequence.tokens.len() - 1);
-        self.cache.truncate(draft.id, common)?;
+        match self.cache.truncate(draft.id, common) {
+            // The step after the last proposal has failed, and a state does not reach so far back: all is read again.
+            Err(CacheError::StateDropped { .. }) => self.cache.truncate(draft.id, 0)?,
+            other => other?,
+        }
         Ok(draft.id)
     }
 

@@ -25,7 +25,8 @@ pub struct EngineConfig {
     /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
     /// the full context needs it, and less if `max_num_seqs` of them take less. For a model with recurrent layers, at most
     /// half of a given number is for states, and as many sequences are computed at once as have theirs in it, at least one;
-    /// by default, states are beside the blocks, for `max_num_seqs` sequences.
+    /// by default, states are beside the blocks, for `max_num_seqs` sequences. The cache of a
+    /// [draft model](crate::Engine::with_assistant) comes on top.
     pub kv_cache_memory_bytes: Option<u64>,
     /// The storage of keys and values. Default `auto`: in the model's dtype. With `int8` or `fp8` the same memory holds
     /// more tokens, 3.8 times as many as f32 with heads of 64 channels, 1.9 times as many as bf16, at some loss of

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use overdrive_transformer::VisionConfig;
 
-use crate::images::grid_of;
+use crate::images::grids_of;
 use crate::prompts::{check, check_ids};
 use crate::rows::limit;
 use crate::{
@@ -262,8 +262,8 @@ impl RequestLimits {
         }
         check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;
         if !request.images.is_empty() {
-            let grids: Vec<[i64; 2]> = request.images.iter().map(grid_of).collect();
-            self.vision()?.positions(prompt, &grids)?;
+            let vision = self.vision()?;
+            vision.positions(prompt, &grids_of(&request.images, vision)?)?;
         }
         // The last token is never read, so it takes no slot of the cache.
         let tokens = (self.longest(request).0 - 1).max(prompt.len());

@@ -11,6 +11,7 @@ use super::assistant::Drafted;
 use super::model::{EngineModel, RaggedStep, StepAdapters};
 use super::prompt_logprobs::{ScoredPosition, score_in_blocks};
 use super::request::{Event, RequestId};
+use super::sample::Sample;
 use super::scheduler::{Arrival, Chunk};
 use super::step_images::StepImages;
 use super::step_logits::{SequenceLogits, StepEnd, StepLogits};
@@ -29,9 +30,17 @@ impl<M: EngineModel> Engine<M> {
             return Ok(0);
         }
         for chunk in &chunks {
-            if let Some(images) = &running[chunk.sequence].data.images {
+            let Sample {
+                images, request, ..
+            } = &running[chunk.sequence].data;
+            if let Some(images) = images {
                 let id = self.scheduler.cache_id(chunk.sequence)?;
                 self.cache.set_position_offset(id, images.delta())?;
+                // Large images may need more memory than there is: an error of their request alone.
+                if let Err(error) = images.encode(&(chunk.start..chunk.end), &self.model) {
+                    self.fail(*request, error);
+                    return self.remove_settled(&HashSet::new()).map(|()| 0);
+                }
             }
         }
         if let Some(flight) = self.launch(&chunks)? {
@@ -39,6 +48,12 @@ impl<M: EngineModel> Engine<M> {
         }
         let ends = self.forward(&chunks)?;
         self.scheduler.computed(&chunks);
+        for chunk in &chunks {
+            let sequence = &self.scheduler.running()[chunk.sequence];
+            if let Some(images) = &sequence.data.images {
+                images.forget(chunk.end);
+            }
+        }
         self.choose(&ends)?;
         Ok(chunks.iter().map(Chunk::len).sum())
     }
@@ -98,7 +113,7 @@ impl<M: EngineModel> Engine<M> {
         let step: Vec<(SequenceId, &[i64])> = step.collect();
         let mut batch = self.cache.batch(&step)?;
         let sequence = |chunk: &Chunk| &running[chunk.sequence];
-        let images = StepImages::of(chunks, sequence, &self.model, self.device)?;
+        let images = StepImages::of(chunks, sequence, self.device)?;
         let (ids, positions, images) = match images {
             None => (batch.input_ids()?, batch.position_ids()?, None),
             Some(images) => (images.input_ids, images.position_ids, images.tokens),
@@ -199,15 +214,24 @@ impl<M: EngineModel> Engine<M> {
                     ended.insert(self.scheduler.running()[index].arrival);
                 }
                 Err(error) => {
-                    let request = self.scheduler.running()[index].data.request;
-                    if self.live.remove(&request).is_some() {
-                        self.counts.failed += 1;
-                        self.events.push(Event::Failed { request, error });
-                    }
+                    self.fail(self.scheduler.running()[index].data.request, error);
                 }
             }
         }
         self.logits = logits.reusable();
+        self.remove_settled(&ended)
+    }
+
+    /// Records the error of a request.
+    fn fail(&mut self, request: RequestId, error: Error) {
+        if self.live.remove(&request).is_some() {
+            self.counts.failed += 1;
+            self.events.push(Event::Failed { request, error });
+        }
+    }
+
+    /// Removes the sequences that have ended, and those of requests that have failed.
+    fn remove_settled(&mut self, ended: &HashSet<Arrival>) -> Result<()> {
         // `remove_where` borrows the whole engine, so the map is moved out during the call.
         let live = std::mem::take(&mut self.live);
         let settled = self.remove_where(|sequence| {

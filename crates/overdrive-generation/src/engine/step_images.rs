@@ -3,7 +3,6 @@ use overdrive_sys::transfer::to_device;
 use overdrive_transformer::{ImageFeatures, ImageTokens};
 use tch::{Device, Tensor};
 
-use super::model::EngineModel;
 use super::sample::Sample;
 use super::scheduler::{Chunk, ScheduledSequence};
 use crate::Result;
@@ -23,10 +22,9 @@ pub(super) struct StepImages {
 impl StepImages {
     /// Returns the input of `chunks`; `None` if they read no prompt with images. After the prompt, the cache knows the tokens
     /// and their positions.
-    pub(super) fn of<'s, M: EngineModel>(
+    pub(super) fn of<'s>(
         chunks: &[Chunk],
         sequence: impl Fn(&Chunk) -> &'s Sequence,
-        model: &M,
         device: Device,
     ) -> Result<Option<StepImages>> {
         let reads = |chunk: &Chunk| {
@@ -38,7 +36,7 @@ impl StepImages {
         }
         let mut row = Row::default();
         for chunk in chunks {
-            row.add(chunk, sequence(chunk), model, device)?;
+            row.add(chunk, sequence(chunk), device)?;
         }
         row.into_input(device).map(Some)
     }
@@ -56,16 +54,10 @@ struct Row {
 }
 
 impl Row {
-    fn add<M: EngineModel>(
-        &mut self,
-        chunk: &Chunk,
-        sequence: &Sequence,
-        model: &M,
-        device: Device,
-    ) -> Result<()> {
+    fn add(&mut self, chunk: &Chunk, sequence: &Sequence, device: Device) -> Result<()> {
         let images = sequence.data.images.as_deref();
         if let Some(images) = images
-            && let Some((own, part)) = images.tokens(chunk.start..chunk.end, model, device)?
+            && let Some((own, part)) = images.tokens(&(chunk.start..chunk.end), device)?
         {
             let first = self.ids.len();
             let indices = own.iter().map(|index| (first + index - chunk.start) as i64);

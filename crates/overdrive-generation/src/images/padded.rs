@@ -2,7 +2,7 @@ use overdrive_datasets::ImagePatches;
 use overdrive_transformer::{CausalLm, Error as ModelError, ImageFeatures, ImageTokens};
 use tch::Tensor;
 
-use super::{grid_of, pixels_of};
+use super::{encode, grids_of};
 use crate::Result;
 
 /// The images of prompts that are padded on the left to one width.
@@ -31,8 +31,7 @@ impl PaddedImages {
         let (mut places, mut deltas, mut seen) = (Vec::new(), Vec::new(), 0);
         let mut features = Vec::new();
         for (prompt, images) in prompts.iter().zip(images) {
-            let grids: Vec<[i64; 2]> = images.iter().map(grid_of).collect();
-            let own = vision.positions(prompt, &grids)?;
+            let own = vision.positions(prompt, &grids_of(images, vision)?)?;
             let padding = width - prompt.len();
             for (axis, all) in axes.iter_mut().enumerate() {
                 all.extend(std::iter::repeat_n(0, padding));
@@ -46,8 +45,10 @@ impl PaddedImages {
             seen += own.image_tokens.len() as i64;
             deltas.push(own.delta);
             // Prompt by prompt, so that a prompt has the bits that it has alone.
-            if !grids.is_empty() {
-                features.push(model.encode_images(&pixels_of(images)?, &grids)?);
+            if !images.is_empty() {
+                let tower =
+                    |pixels: &Tensor, grids: &[[i64; 2]]| Ok(model.encode_images(pixels, grids)?);
+                features.push(encode(images, tower)?);
             }
         }
         let device = model.device();

@@ -5,9 +5,9 @@ use overdrive_datasets::ImagePatches;
 use overdrive_transformer::{ImageFeatures, ImagePositions, VisionConfig};
 use tch::{Device, Kind, Tensor};
 
-use super::{grid_of, pixels_of};
-use crate::Result;
+use super::{encode, grids_of};
 use crate::engine::EngineModel;
+use crate::{Error, Result};
 
 /// The images of a request, and what the steps of its sequences need of them.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl PromptImages {
         images: Vec<ImagePatches>,
         vision: &VisionConfig,
     ) -> Result<PromptImages> {
-        let grids: Vec<[i64; 2]> = images.iter().map(grid_of).collect();
+        let grids = grids_of(&images, vision)?;
         let positions = vision.positions(prompt, &grids)?;
         let mut keys = prompt.to_vec();
         let mut places = positions.image_tokens.iter();
@@ -61,34 +61,54 @@ impl PromptImages {
         given.unwrap_or([index as i64 + self.positions.delta; 3])
     }
 
-    /// Returns the image tokens among the tokens `range` of the sequence, and their indices in it, if there are any. They
-    /// are computed for the first tokens that need them, and dropped after the last.
-    pub(crate) fn tokens<M: EngineModel + ?Sized>(
+    /// Returns the numbers, among all image tokens, of those in the tokens `range` of the sequence.
+    fn within(&self, range: &Range<usize>) -> Range<usize> {
+        let before = |end: usize| {
+            let all = &self.positions.image_tokens;
+            all.partition_point(|place| *place < end)
+        };
+        before(range.start)..before(range.end)
+    }
+
+    /// Computes the image tokens if the tokens `range` of the sequence have any, and they are not known.
+    pub(crate) fn encode<M: EngineModel + ?Sized>(
         &self,
-        range: Range<usize>,
+        range: &Range<usize>,
         model: &M,
+    ) -> Result<()> {
+        let mut features = self.features.lock().unwrap_or_else(PoisonError::into_inner);
+        if features.is_none() && !self.within(range).is_empty() {
+            let tower = |pixels: &Tensor, grids: &[[i64; 2]]| model.encode_images(pixels, grids);
+            *features = Some(encode(&self.images, tower)?);
+        }
+        Ok(())
+    }
+
+    /// Returns the image tokens among the tokens `range` of the sequence, which have been [encoded](PromptImages::encode),
+    /// and their indices in it, if there are any.
+    pub(crate) fn tokens(
+        &self,
+        range: &Range<usize>,
         device: Device,
     ) -> Result<Option<(&[usize], ImageFeatures)>> {
-        let all = &self.positions.image_tokens;
-        let within = all.partition_point(|place| *place < range.start)
-            ..all.partition_point(|place| *place < range.end);
+        let (all, within) = (&self.positions.image_tokens, self.within(range));
         if within.is_empty() {
             return Ok(None);
         }
-        let mut features = self.features.lock().unwrap_or_else(PoisonError::into_inner);
-        let whole = match features.take() {
-            Some(whole) => whole,
-            None => {
-                let grids: Vec<[i64; 2]> = self.images.iter().map(grid_of).collect();
-                model.encode_images(&pixels_of(&self.images)?, &grids)?
-            }
+        let features = self.features.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(whole) = features.as_ref() else {
+            return Err(Error::Scheduler("a step reads images that are not encoded"));
         };
         let (from, to) = (within.start as i64, within.end as i64);
         let indices = Tensor::f_arange_start(from, to, (Kind::Int64, device))?;
         let part = whole.select(&indices)?;
-        if within.end < all.len() {
-            *features = Some(whole);
-        }
         Ok(Some((&all[within], part)))
+    }
+
+    /// Drops the image tokens if all of them are among the first `read` tokens, which have been read.
+    pub(crate) fn forget(&self, read: usize) {
+        if self.within(&(0..read)).end == self.positions.image_tokens.len() {
+            *self.features.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
     }
 }

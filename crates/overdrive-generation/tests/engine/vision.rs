@@ -3,10 +3,11 @@
 use std::ops::ControlFlow;
 
 use overdrive_generation::{
-    Engine, EngineConfig, GenerateOptions, GenerationConfig, ImagePatches, Request,
-    generate_with_options,
+    CacheShape, Engine, EngineConfig, EngineModel, Error, GenerateOptions, GenerationConfig,
+    ImagePatches, RaggedStep, Request, Result, generate_with_options,
 };
-use overdrive_transformer::CausalLm;
+use overdrive_transformer::{CausalLm, ImageFeatures, VisionConfig};
+use tch::Tensor;
 
 use crate::support::{greedy, load, with_images};
 
@@ -39,11 +40,11 @@ fn alone(model: &CausalLm, prompt: &[i64], images: &[ImagePatches], new: usize) 
 
 /// The same images with other pixels.
 fn brighter(images: &[ImagePatches]) -> Vec<ImagePatches> {
-    let mut images = images.to_vec();
-    for image in &mut images {
-        image.pixels.iter_mut().for_each(|value| *value += 0.7);
-    }
-    images
+    let brighter = |image: &ImagePatches| {
+        let values = image.values().iter().map(|value| value + 0.7).collect();
+        ImagePatches::new(values, image.patch_width, image.grid, image.merge_size).unwrap()
+    };
+    images.iter().map(brighter).collect()
 }
 
 #[test]
@@ -142,6 +143,61 @@ fn samples_and_proposals_continue_after_the_positions_of_images() {
     }
 }
 
+/// A model whose vision tower fails.
+struct Blind(CausalLm);
+
+impl EngineModel for Blind {
+    fn cache_shape(&self) -> Result<CacheShape> {
+        Ok(self.0.cache_shape())
+    }
+
+    fn vocab_size(&self) -> usize {
+        EngineModel::vocab_size(&self.0)
+    }
+
+    fn context(&self) -> usize {
+        self.0.context()
+    }
+
+    fn vision(&self) -> Option<&VisionConfig> {
+        EngineModel::vision(&self.0)
+    }
+
+    fn encode_images(&self, _: &Tensor, _: &[[i64; 2]]) -> Result<ImageFeatures> {
+        Err(Error::BadLogits { row: 0 })
+    }
+
+    fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
+        EngineModel::forward(&self.0, step)
+    }
+}
+
+#[test]
+fn images_that_cannot_be_encoded_fail_their_request_alone() {
+    let case = with_images();
+    let wanted = alone(&model(), &[5, 9, 3], &[], 12);
+    let mut engine = Engine::new(Blind(model()), config(|_| {})).unwrap();
+    let text = Request::new(vec![5, 9, 3], greedy(12));
+    let text = engine.submit(text).unwrap();
+    let (prompt, images) = (case.prompts[0].clone(), case.images[0].clone());
+    let request = Request::new(prompt, greedy(12)).with_images(images);
+    let failed = engine.submit(request).unwrap();
+    for (request, outcome) in engine.run_to_end().unwrap() {
+        match outcome {
+            Ok(completions) => {
+                assert_eq!(request, text);
+                assert_eq!(completions[0].tokens, wanted);
+            }
+            Err(error) => {
+                assert_eq!(request, failed);
+                assert!(matches!(error, Error::BadLogits { .. }), "{error}");
+            }
+        }
+    }
+    assert_eq!(engine.statistics().failed, 1);
+    assert!(engine.cache().is_empty());
+}
+
 #[test]
 fn images_that_do_not_fit_are_refused_at_submission() {
     let (model, case) = (model(), with_images());
@@ -150,6 +206,10 @@ fn images_that_do_not_fit_are_refused_at_submission() {
         Request::new(case.prompts[0].clone(), greedy(4)).with_images(case.images[1].clone());
     let error = engine.submit(request).unwrap_err().to_string();
     assert!(error.contains("image tokens in a prompt"), "{error}");
+    let image = ImagePatches::new(vec![0.0; 8 * 8 * 48], 48, [8, 8], 2).unwrap();
+    let other = Request::new(case.prompts[0].clone(), greedy(4)).with_images(vec![image]);
+    let error = engine.submit(other).unwrap_err().to_string();
+    assert!(error.contains("patch_width 96"), "{error}");
     let text = load("qwen3");
     let mut engine = Engine::new(&text, config(|_| {})).unwrap();
     let request =

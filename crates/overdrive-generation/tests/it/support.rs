@@ -144,12 +144,7 @@ pub(crate) fn with_images() -> WithImages {
         let grid = [grid[0] as usize, grid[1] as usize];
         let own;
         (own, rest) = rest.split_at(grid[0] * grid[1] * 96);
-        ImagePatches {
-            pixels: own.to_vec(),
-            patch_width: 96,
-            grid,
-            merge_size: 2,
-        }
+        ImagePatches::new(own.to_vec(), 96, grid, 2).unwrap()
     };
     let padding = numbers("attention_mask", 1)
         .iter()

@@ -180,6 +180,46 @@ fn a_response_reads_its_images() {
 }
 
 #[test]
+fn images_beyond_the_context_are_refused_before_they_are_decoded() {
+    let server = server();
+    // Files whose pixels are missing.
+    let file = data_url(&png("101x87.png")[..60]);
+    let parts = vec![json!({"type": "image_url", "image_url": {"url": file}}); 100];
+    let body = json!({"messages": [{"role": "user", "content": parts}], "max_tokens": 4});
+    let error = post(server.address, "/v1/chat/completions", &body).error(400);
+    assert_eq!(error["code"], "context_length_exceeded");
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("fewer or smaller images")
+    );
+    // Those that fit are decoded.
+    let body = json!({"messages": [{"role": "user", "content": parts[..1]}], "max_tokens": 4});
+    let error = post(server.address, "/v1/chat/completions", &body).error(400);
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("a PNG, a JPEG or a WebP")
+    );
+}
+
+#[test]
+fn the_tokens_of_a_chat_are_counted_with_those_of_its_images() {
+    let server = server();
+    let parts =
+        json!([{"type": "image_url", "image_url": {"url": data_url(&png("32x48.png"))}}, "?"]);
+    let messages = json!([{"role": "user", "content": parts}]);
+    let counted = post(server.address, "/tokenize", &json!({"messages": messages})).json();
+    let body = json!({"messages": messages, "max_tokens": 1});
+    let answer = post(server.address, "/v1/chat/completions", &body).json();
+    assert_eq!(counted["count"], answer["usage"]["prompt_tokens"]);
+    let images = counted["tokens"].as_array().unwrap().iter();
+    assert_eq!(images.filter(|id| **id == json!(257)).count(), 6);
+}
+
+#[test]
 fn a_message_without_images_stays_a_text() {
     let server = server();
     let (whole, parts) = (

@@ -341,6 +341,30 @@ fn inputs_that_cannot_be_read_are_refused() {
     assert_eq!(error["param"], "text_1");
 }
 
+/// A copy of the query for each document would be hundreds of gigabytes.
+#[test]
+fn a_long_query_with_many_documents_is_refused_before_it_is_copied() {
+    let server = reranker("reranker_bert");
+    let (query, documents) = ("a".repeat(1 << 20), vec![""; 700_000]);
+    for (path, body, param) in [
+        (
+            "/rerank",
+            json!({"query": query, "documents": documents}),
+            "documents",
+        ),
+        (
+            "/score",
+            json!({"text_1": query, "text_2": documents}),
+            "text_2",
+        ),
+    ] {
+        let error = post(server.address, path, &body).error(400);
+        assert_eq!(error["param"], param);
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("split the request"), "{message}");
+    }
+}
+
 #[test]
 fn the_operator_sees_the_model_and_its_requests() {
     let server = embeddings("embedding_bert");

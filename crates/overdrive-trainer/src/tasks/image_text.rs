@@ -148,7 +148,7 @@ fn collate(rows: Vec<ImageText>) -> DataResult<ImageTextBatch> {
             all.extend(row.positions.iter().map(|position| position[axis]));
             all.extend(std::iter::repeat_n(0, padding));
         }
-        pixels.extend_from_slice(&row.row.image.pixels);
+        pixels.extend_from_slice(&row.row.image.values());
         image_tokens.extend(
             row.image_tokens
                 .iter()

@@ -21,12 +21,12 @@ const MOST_BITS: u32 = 22;
 /// dtype uint8. libtorch computes it in integers, with weights of 16 bits, first along the rows and then along the
 /// columns, and rounds to 8 bits after each. Pillow has weights of 32 bits and another order for some sizes,
 /// so its values differ.
-pub(super) fn resize(image: &Rgb, width: usize, height: usize) -> Rgb {
+pub(super) fn resize(image: Rgb, width: usize, height: usize) -> Rgb {
     let wide = match width == image.width {
-        true => image.clone(),
-        false => along_rows(image, width),
+        true => image,
+        false => along_rows(&image, width),
     };
-    match height == image.height {
+    match height == wide.height {
         true => wide,
         false => along_columns(&wide, height),
     }

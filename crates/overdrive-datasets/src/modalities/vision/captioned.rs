@@ -42,7 +42,7 @@ impl Dataset for PatchCaptionDataset {
 
     fn get(&self, index: usize) -> Result<CaptionedPatches> {
         self.images.read(index, |image, caption, path| {
-            let image = self.processor.process_rgb(&image.into_rgb8());
+            let image = self.processor.process_rgb(image.into_rgb8());
             let image = image.map_err(|error| format!("the image {}: {error}", path.display()))?;
             Ok(CaptionedPatches {
                 image,

@@ -5,6 +5,8 @@ use serde_json::{Map, Value};
 
 use super::bicubic::{Rgb, resize};
 use super::patches::ImagePatches;
+#[cfg(feature = "image")]
+use crate::modalities::image_file;
 use crate::{Error, Result};
 
 /// The largest ratio of an image's sides, as in transformers.
@@ -155,8 +157,14 @@ impl ImageProcessor {
     ///
     /// # Errors
     /// As [`resized`](ImageProcessor::resized); [`Error::Common`] if the number of values does not fit.
-    pub fn process(&self, values: &[u8], height: usize, width: usize) -> Result<ImagePatches> {
+    pub fn process(
+        &self,
+        values: impl Into<Vec<u8>>,
+        height: usize,
+        width: usize,
+    ) -> Result<ImagePatches> {
         let [new_height, new_width] = self.resized(height, width)?;
+        let values = values.into();
         check_option(
             values.len() == 3 * height * width,
             "the values of an image",
@@ -166,9 +174,10 @@ impl ImageProcessor {
         let image = Rgb {
             width,
             height,
-            values: values.to_vec(),
+            values,
         };
-        Ok(self.patches(&resize(&image, new_width, new_height)))
+        let image = resize(image, new_width, new_height);
+        Ok(ImagePatches::of_image(image, self))
     }
 
     /// Decodes a PNG, JPEG or WebP, applies its EXIF orientation, drops its transparency and makes its patches.
@@ -177,26 +186,35 @@ impl ImageProcessor {
     /// [`Error::Common`] if it cannot be decoded; as [`process`](ImageProcessor::process).
     #[cfg(feature = "image")]
     pub fn decode(&self, bytes: &[u8]) -> Result<ImagePatches> {
-        let reader = image::ImageReader::new(std::io::Cursor::new(bytes));
-        let image = crate::modalities::image_caption::decode(reader)
-            .map_err(|error| Common::option("an image", error, "a PNG, a JPEG or a WebP"))?;
-        self.process_rgb(&image.into_rgb8())
+        let image = image_file::decode(bytes).map_err(unreadable)?;
+        self.process_rgb(image.into_rgb8())
+    }
+
+    /// Returns the grid of the patches that [`decode`](ImageProcessor::decode) makes of a file, by its header alone: the
+    /// pixels of a small file may take much memory.
+    ///
+    /// # Errors
+    /// As [`decode`](ImageProcessor::decode), but for pixels that cannot be decoded.
+    #[cfg(feature = "image")]
+    pub fn grid(&self, bytes: &[u8]) -> Result<[usize; 2]> {
+        let (width, height) = image_file::upright_size(bytes).map_err(unreadable)?;
+        let sides = self.resized(height as usize, width as usize)?;
+        Ok(sides.map(|side| side / self.patch_size))
     }
 
     /// Makes the patches of a decoded image.
     #[cfg(feature = "image")]
-    pub(super) fn process_rgb(&self, image: &image::RgbImage) -> Result<ImagePatches> {
+    pub(super) fn process_rgb(&self, image: image::RgbImage) -> Result<ImagePatches> {
         let (width, height) = image.dimensions();
-        self.process(image.as_raw(), height as usize, width as usize)
+        self.process(image.into_raw(), height as usize, width as usize)
     }
 
-    fn patches(&self, image: &Rgb) -> ImagePatches {
+    /// Returns the values of the patches of a resized image.
+    pub(super) fn patches(&self, image: &Rgb) -> Vec<f32> {
         let (patch, merge) = (self.patch_size, self.merge_size);
-        let grid = [image.height / patch, image.width / patch];
-        let patch_width = 3 * self.temporal_patch_size * patch * patch;
         let tables: [Vec<f32>; 3] = std::array::from_fn(|channel| self.normalized(channel));
-        let mut pixels = Vec::with_capacity(grid[0] * grid[1] * patch_width);
-        let merged = grid.map(|side| side / merge);
+        let mut values = Vec::with_capacity(image.values.len() * self.temporal_patch_size);
+        let merged = [image.height, image.width].map(|side| side / (patch * merge));
         for (block_row, block_column) in pairs(merged[0], merged[1]) {
             for (row, column) in pairs(merge, merge) {
                 let top = (block_row * merge + row) * patch;
@@ -205,18 +223,13 @@ impl ImageProcessor {
                     for _ in 0..self.temporal_patch_size {
                         for (y, x) in pairs(patch, patch) {
                             let pixel = (top + y) * image.width + left + x;
-                            pixels.push(table[usize::from(image.values[3 * pixel + channel])]);
+                            values.push(table[usize::from(image.values[3 * pixel + channel])]);
                         }
                     }
                 }
             }
         }
-        ImagePatches {
-            pixels,
-            patch_width,
-            grid,
-            merge_size: merge,
-        }
+        values
     }
 
     /// Returns the normalized values of 0 to 255 in a channel.
@@ -228,6 +241,11 @@ impl ImageProcessor {
             .map(|value| (f32::from(value) - mean) / std)
             .collect()
     }
+}
+
+#[cfg(feature = "image")]
+fn unreadable(error: image::ImageError) -> Error {
+    Common::option("an image", error, "a PNG, a JPEG or a WebP").into()
 }
 
 /// Returns all pairs of numbers below two bounds, the second fastest.
