@@ -93,7 +93,7 @@ fn greedy() -> GenerationConfig {
 }
 
 fn generated(model: &CausalLm) -> Result<Vec<i64>> {
-    let images = [vec![image()]];
+    let images = [vec![image()?]];
     let options = GenerateOptions {
         images: &images,
         ..GenerateOptions::default()
