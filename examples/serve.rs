@@ -189,6 +189,12 @@ fn run(flags: &Flags) -> Result<()> {
         && let Some(processor) = files.image_processor()?
     {
         served = served.with_image_processor(processor);
+        if !cfg!(feature = "image") {
+            print_error_line(
+                "images    refused, because the program was built without them: \
+                 cargo run --release -p overdrive-examples --features image --example serve -- …",
+            );
+        }
     }
     answer(Server::new(engine, served, options)?, &name, listener)
 }

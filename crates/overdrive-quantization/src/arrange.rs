@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use crate::codec::microscaling;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
@@ -18,9 +19,8 @@ impl QuantizedWeight {
     ///
     /// The parts are weights in groups ([`Scheme::Grouped`]) with the same inputs. If they differ in bits, groups or
     /// offsets, the result has 8 bits, the smallest group and offsets. Its elements are those of the parts bit for bit
-    /// where a code times its scale is exact in f32, as it is for the types of GGUF files. Weights of 4-bit floats
-    /// ([`Scheme::Mxfp4`], [`Scheme::Nf4`], …) are joined with others of their scheme, if no block lies in two rows and
-    /// the magnitudes of blocks are not quantized.
+    /// where a code times its scale is exact in f32, as it is for the types of GGUF files. Weights in
+    /// [`Scheme::Mxfp4`] are joined with one another.
     ///
     /// # Errors
     /// [`Error::Common`] for another scheme, other inputs, inputs in another order, or no parts; [`Error::Values`] for rows
@@ -37,7 +37,7 @@ impl QuantizedWeight {
         }
         let outputs: i64 = parts.iter().map(|part| part.outputs).sum();
         let chosen = rows.map(|rows| chosen_rows(rows, outputs)).transpose()?;
-        if let Some(joined) = joined_blocks(parts, chosen.as_ref())? {
+        if let Some(joined) = joined_microscaled(parts, chosen.as_ref())? {
             return Ok(joined);
         }
         let mut all: Vec<Parts> = parts.iter().map(Parts::of).collect::<Result<_>>()?;
@@ -208,26 +208,26 @@ impl Parts {
     }
 }
 
-/// Returns the rows of weights of one scheme in blocks, if all blocks lie within rows.
-fn joined_blocks(
+/// Returns the rows of weights in MXFP4, whose blocks lie within rows, if all parts are.
+fn joined_microscaled(
     parts: &[QuantizedWeight],
     rows: Option<&Tensor>,
 ) -> Result<Option<QuantizedWeight>> {
-    let (mut codes, mut magnitudes) = (Vec::new(), Vec::new());
+    let (mut codes, mut scales) = (Vec::new(), Vec::new());
     for part in parts {
-        let Storage::Blocks {
-            codes: own,
-            magnitudes: Magnitudes::Full(of_blocks),
-        } = &part.storage
-        else {
-            return Ok(None);
-        };
-        let block = part.scheme.blocks()?.1.block_size as i64;
-        if part.scheme != parts[0].scheme || part.inputs % block != 0 {
-            return Ok(None);
+        match &part.storage {
+            Storage::Blocks {
+                codes: own,
+                magnitudes:
+                    Magnitudes::Quantized {
+                        codes: of_blocks, ..
+                    },
+            } if part.scheme == Scheme::Mxfp4 => {
+                codes.push(own.f_view([part.outputs, -1])?);
+                scales.push(of_blocks.f_view([part.outputs, -1])?);
+            }
+            _ => return Ok(None),
         }
-        codes.push(own.f_view([part.outputs, -1])?);
-        magnitudes.push(of_blocks.f_view([part.outputs, -1])?);
     }
     let joined = |tensors: &[Tensor]| -> Result<Tensor> {
         let whole = Tensor::f_cat(tensors, 0)?;
@@ -238,8 +238,9 @@ fn joined_blocks(
     };
     let codes = joined(&codes)?;
     let size = [codes.size()[0], parts[0].inputs];
-    let magnitudes = Magnitudes::Full(joined(&magnitudes)?.f_flatten(0, -1)?);
-    QuantizedWeight::from_blocks(parts[0].scheme, size, codes, magnitudes).map(Some)
+    let scales = joined(&scales)?.f_flatten(0, -1)?;
+    let magnitudes = microscaling::magnitudes(scales, &microscaling::e8m0_numbers())?;
+    QuantizedWeight::from_blocks(Scheme::Mxfp4, size, codes, magnitudes).map(Some)
 }
 
 fn chosen_rows(rows: &[i64], outputs: i64) -> Result<Tensor> {

@@ -215,10 +215,10 @@ impl GatedDeltaNet {
         let gated = match fused {
             true => glu_pair(&gate, &normalised, Activation::Silu)?,
             // In fp32, as in transformers.
-            false => normalised
-                .f_mul(&gate.f_to_kind(Kind::Float)?.f_silu()?)?
-                .f_to_kind(normalised.kind())?,
+            false => normalised.f_mul(&gate.f_to_kind(Kind::Float)?.f_silu()?)?,
         };
+        // The weight of the norm may be wider: published files of Qwen3.5 have it in fp32 beside bf16.
+        let gated = gated.f_to_kind(mixed.kind())?;
         Ok(self.out.forward_with(&gated.f_flatten(2, 3)?, fused)?)
     }
 }

@@ -46,6 +46,7 @@
 //! |---|---|---|
 //! | `bert` | BERT, and models saved in its format | learned positions, token types, norms after each block |
 //! | `roberta` | RoBERTa, and models saved in its format | positions that skip padding |
+//! | `xlm-roberta` | XLM-RoBERTa, BGE-M3, multilingual E5 | as RoBERTa |
 //! | `modernbert` | ModernBERT | rotary positions, a window in two of three layers, gated blocks, no biases |
 //!
 //! [`EmbeddingModel`] and [`Reranker`] give one vector or one score for each sequence, by an encoder or a causal model

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use super::awq::AwqConfig;
 use super::bitsandbytes::BitsAndBytesConfig;
 use super::compressed_tensors::CompressedTensorsConfig;
+use super::fp8::Fp8Config;
 use super::gptq::GptqConfig;
 use super::module_patterns::{any, skips_module};
 use super::mxfp4::Mxfp4Config;
@@ -48,10 +49,19 @@ pub enum QuantizationConfig {
     Awq(AwqConfig),
     /// Experts in MXFP4, as gpt-oss is published.
     Mxfp4(Mxfp4Config),
+    /// 8-bit floats with one scale for each weight, as Ministral 3 is published.
+    Fp8(Fp8Config),
 }
 
 /// The values of `quant_method`.
-const METHODS: [&str; 5] = ["bitsandbytes", "compressed-tensors", "gptq", "awq", "mxfp4"];
+const METHODS: [&str; 6] = [
+    "bitsandbytes",
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "mxfp4",
+    "fp8",
+];
 
 impl QuantizationConfig {
     /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
@@ -94,6 +104,7 @@ impl QuantizationConfig {
             "gptq" => QuantizationConfig::Gptq(parsed(object)?),
             "awq" => QuantizationConfig::Awq(parsed(object)?),
             "mxfp4" => QuantizationConfig::Mxfp4(parsed(object)?),
+            "fp8" => QuantizationConfig::Fp8(parsed(object)?),
             other => {
                 let found = match other {
                     "" => "absent".to_owned(),
@@ -113,6 +124,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(config) => config.validate()?,
             QuantizationConfig::Awq(config) => config.validate()?,
             QuantizationConfig::Mxfp4(_) => {}
+            QuantizationConfig::Fp8(config) => config.validate()?,
         }
         Ok(config)
     }
@@ -128,6 +140,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(config) => serde_json::to_value(config),
             QuantizationConfig::Awq(config) => serde_json::to_value(config),
             QuantizationConfig::Mxfp4(config) => serde_json::to_value(config),
+            QuantizationConfig::Fp8(config) => serde_json::to_value(config),
         };
         let mut value = value.map_err(|error| not_an_object(&error))?;
         if let Some(object) = value.as_object_mut() {
@@ -144,6 +157,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(_) => METHODS[2],
             QuantizationConfig::Awq(_) => METHODS[3],
             QuantizationConfig::Mxfp4(_) => METHODS[4],
+            QuantizationConfig::Fp8(_) => METHODS[5],
         }
     }
 
@@ -163,6 +177,7 @@ impl QuantizationConfig {
                 Some(grouped(config.bits, config.group_size, !config.zero_point))
             }
             QuantizationConfig::Mxfp4(_) => Some(Scheme::Mxfp4),
+            QuantizationConfig::Fp8(_) => Some(Scheme::Fp8),
         })
     }
 
@@ -185,8 +200,15 @@ impl QuantizationConfig {
                 let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
                 is_head() || any(skip, module, |entry, module| Ok(module.contains(entry)))?
             }
-            QuantizationConfig::Mxfp4(config) => {
-                let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
+            QuantizationConfig::Mxfp4(Mxfp4Config {
+                modules_to_not_convert,
+                ..
+            })
+            | QuantizationConfig::Fp8(Fp8Config {
+                modules_to_not_convert,
+                ..
+            }) => {
+                let skip = modules_to_not_convert.as_deref().unwrap_or_default();
                 is_head() || any(skip, module, skips_module)?
             }
         };
@@ -209,6 +231,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(_) => GptqConfig::is_stored(module),
             QuantizationConfig::Awq(_) => AwqConfig::is_stored(module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::is_stored(module),
+            QuantizationConfig::Fp8(_) => Fp8Config::is_stored(module),
         }
     }
 
@@ -228,6 +251,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(config) => config.read(module),
             QuantizationConfig::Awq(config) => config.read(module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::read(module),
+            QuantizationConfig::Fp8(_) => Fp8Config::read(module),
         }
     }
 
@@ -235,7 +259,7 @@ impl QuantizationConfig {
     /// layout has the same codes.
     ///
     /// # Errors
-    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ and AWQ, which cannot be
+    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ, AWQ and FP8, which cannot be
     /// written; [`Error::BadWeight`] for zero points that are not integers (some weights from GGUF files).
     pub fn write_weight(
         &self,
@@ -265,15 +289,17 @@ impl QuantizationConfig {
     /// the queries, keys and values of its attention layer. They are not used: activations are quantized
     /// dynamically for each token, and caches according to their own options.
     pub fn static_scale_names(&self, module: &str) -> Vec<String> {
-        let QuantizationConfig::CompressedTensors(_) = self else {
-            return Vec::new();
-        };
         let of = |module: &str, parts: &[&str]| -> Vec<String> {
             parts
                 .iter()
                 .map(|part| format!("{module}.{part}"))
                 .collect()
         };
+        match self {
+            QuantizationConfig::CompressedTensors(_) => {}
+            QuantizationConfig::Fp8(_) => return of(module, Fp8Config::STATIC_ACTIVATIONS),
+            _ => return Vec::new(),
+        }
         let mut names = of(module, CompressedTensorsConfig::STATIC_ACTIVATIONS);
         if let Some((attention, _)) = module.rsplit_once('.') {
             names.extend(of(attention, CompressedTensorsConfig::STATIC_ATTENTION));
@@ -301,6 +327,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(_) => GptqConfig::PARTS,
             QuantizationConfig::Awq(_) => AwqConfig::PARTS,
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::PARTS,
+            QuantizationConfig::Fp8(_) => Fp8Config::PARTS,
         };
         parts
             .iter()

@@ -10,11 +10,13 @@
 //! | `gptq` | groups of 4 and 8 bits, also reordered (`desc_act`) | yes | no |
 //! | `awq` | groups of 4 bits (`gemm`) | yes | no |
 //! | `mxfp4` | 4-bit floats in blocks of 32, the experts of gpt-oss | yes | yes |
+//! | `fp8` | 8-bit floats with one scale for each weight, Ministral 3 | yes | no |
 
 mod awq;
 mod bitsandbytes;
 mod compressed_tensors;
 mod config;
+mod fp8;
 mod gptq;
 mod module_patterns;
 mod mxfp4;
@@ -25,6 +27,7 @@ pub use awq::AwqConfig;
 pub use bitsandbytes::BitsAndBytesConfig;
 pub use compressed_tensors::{CompressedTensorsConfig, ConfigGroup, QuantizationArgs};
 pub use config::QuantizationConfig;
+pub use fp8::Fp8Config;
 pub use gptq::GptqConfig;
 pub use mxfp4::Mxfp4Config;
 pub use source::TensorSource;

@@ -137,6 +137,31 @@ impl<'a> Module<'a> {
     }
 }
 
+/// Reads `count` scales, one for each row of a weight or one for all of them, as f32 `(outputs,)`.
+pub(super) fn row_scales(
+    module: Module<'_>,
+    part: &str,
+    count: i64,
+    outputs: i64,
+) -> Result<Tensor> {
+    let stored = module.required(part)?;
+    let fits = match *stored.shape() {
+        [] => count == 1,
+        [n] => n == count,
+        [n, 1] => n == count,
+        _ => false,
+    };
+    if !fits {
+        return Err(module.bad(format!(
+            "`{part}` is {:?}; it must be [{count}, 1]",
+            stored.shape()
+        )));
+    }
+    let shape: Vec<Option<i64>> = stored.shape().iter().map(|&n| Some(n)).collect();
+    let scales = module.scales_f32(part, &shape)?.f_reshape([-1])?;
+    Ok(scales.f_expand([outputs], false)?.f_contiguous()?)
+}
+
 /// Returns the same numbers in f16 if it represents them exactly, otherwise in f32.
 pub(super) fn narrowed(numbers: Tensor) -> Result<Tensor> {
     if numbers.kind() == Kind::Half {

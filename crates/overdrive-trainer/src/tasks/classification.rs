@@ -33,7 +33,7 @@ impl ClassificationTask {
     /// a tokenizer on the texts `train`. Texts are truncated to `max_length` tokens and to the model's context.
     ///
     /// # Errors
-    /// An error if the folder cannot be read or holds no BERT, RoBERTa or ModernBERT.
+    /// An error if the folder cannot be read or holds no BERT, RoBERTa, XLM-RoBERTa or ModernBERT.
     pub fn load(
         folder: Option<&Path>,
         data: LabeledTexts,

@@ -113,14 +113,11 @@ impl CheckpointConfig for ModelConfig {
     }
 
     fn own_tensors<'a>(&self, mut views: Views<'a>) -> Views<'a> {
-        if matches!(self, ModelConfig::Llama(config) if config.family.is_hybrid()) {
-            // The layers that predict several tokens at once; transformers does not read them either.
-            views.retain(|name, _| !name.starts_with("mtp."));
-        }
         let ModelConfig::Llama(config) = self else {
             return views;
         };
         let family = config.family;
+        views.retain(|name, _| !predicts_further_tokens(name, config));
         if family.may_be_multimodal() {
             views = multimodal::text(views, family);
         }
@@ -164,6 +161,25 @@ fn is_of_shared_keys(name: &str, config: &LlamaConfig) -> bool {
     let shares = layer.parse().is_ok_and(|layer| config.shares_kv(layer));
     let parts = ["k_proj.", "v_proj.", "k_norm.", "v_norm."];
     shares && parts.iter().any(|own| part.starts_with(own))
+}
+
+/// Returns `true` for a tensor of the modules that predict the tokens after the next one, which transformers does not
+/// read either: `mtp.` in Qwen3-Next and Qwen3.5, and the `num_nextn_predict_layers` layers after the last one in
+/// DeepSeek-V3.
+fn predicts_further_tokens(name: &str, config: &LlamaConfig) -> bool {
+    if config.family.is_hybrid() {
+        return name.starts_with("mtp.");
+    }
+    if config.family != LlamaFamily::DeepseekV3 {
+        return false;
+    }
+    let layer = name.strip_prefix("model.layers.");
+    let layer = layer.and_then(|rest| rest.split('.').next()?.parse::<i64>().ok());
+    let further = config.extra.get("num_nextn_predict_layers");
+    let further = further.and_then(Value::as_i64).unwrap_or(0);
+    layer.is_some_and(|layer| {
+        layer >= config.num_hidden_layers && layer - config.num_hidden_layers < further
+    })
 }
 
 /// The contents of a checkpoint to write.

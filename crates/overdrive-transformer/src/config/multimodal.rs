@@ -24,8 +24,8 @@ pub(super) fn text(mut fields: Fields, families: &[LlamaFamily]) -> Result<Llama
             supported: names.join(", "),
         });
     };
-    // transformers ties the head of a multimodal model unless the file says otherwise, whatever the text's default.
-    text.put("tie_word_embeddings", true.into());
+    // The key in `text_config` has no effect in transformers, whose default depends on the family.
+    text.put("tie_word_embeddings", ties_head(*family).into());
     for key in [
         "bos_token_id",
         "eos_token_id",
@@ -38,4 +38,9 @@ pub(super) fn text(mut fields: Fields, families: &[LlamaFamily]) -> Result<Llama
         }
     }
     LlamaConfig::read(*family, text)
+}
+
+/// Returns the default of `tie_word_embeddings` of the multimodal model.
+fn ties_head(family: LlamaFamily) -> bool {
+    !(family.is_qwen35() || family == LlamaFamily::Qwen3Vl)
 }

@@ -16,6 +16,8 @@ pub enum EncoderFamily {
     Bert,
     /// `roberta`: as BERT, with positions that start after the id of padding and skip padding.
     Roberta,
+    /// `xlm-roberta`: RoBERTa under another name, with a vocabulary of many languages (BGE-M3, multilingual E5).
+    XlmRoberta,
     /// `modernbert`: rotary positions, norms before attention and the gated feed-forward block, a window in most
     /// layers, no biases.
     ModernBert,
@@ -23,15 +25,26 @@ pub enum EncoderFamily {
 
 impl EncoderFamily {
     /// Every family.
-    pub const ALL: [Self; 3] = [Self::Bert, Self::Roberta, Self::ModernBert];
+    pub const ALL: [Self; 4] = [
+        Self::Bert,
+        Self::Roberta,
+        Self::XlmRoberta,
+        Self::ModernBert,
+    ];
 
     /// Returns the `model_type` of transformers.
     pub fn model_type(self) -> &'static str {
         match self {
             Self::Bert => "bert",
             Self::Roberta => "roberta",
+            Self::XlmRoberta => "xlm-roberta",
             Self::ModernBert => "modernbert",
         }
+    }
+
+    /// Returns `true` for RoBERTa under both of its names.
+    pub(crate) fn is_roberta(self) -> bool {
+        matches!(self, Self::Roberta | Self::XlmRoberta)
     }
 
     /// Returns the family of a `model_type`, or `None` if it is not a supported encoder.
@@ -79,7 +92,8 @@ pub enum ClassifierPooling {
     Mean,
 }
 
-/// The configuration of a bidirectional encoder: the keys of `config.json` of BERT, RoBERTa and ModernBERT.
+/// The configuration of a bidirectional encoder: the keys of `config.json` of BERT, RoBERTa, XLM-RoBERTa
+/// and ModernBERT.
 ///
 /// Keys that differ in name only are one field. [`EncoderConfig::new`] has the defaults of each family, which are
 /// those of transformers.
@@ -176,6 +190,7 @@ impl EncoderConfig {
         let (vocab_size, pad) = match family {
             EncoderFamily::Bert => (30_522, 0),
             EncoderFamily::Roberta => (50_265, 1),
+            EncoderFamily::XlmRoberta => (30_522, 1),
             EncoderFamily::ModernBert => (50_368, 50_283),
         };
         EncoderConfig {
@@ -249,7 +264,7 @@ impl EncoderConfig {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: model_type.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                supported: "bert, roberta, modernbert".to_owned(),
+                supported: EncoderFamily::ALL.map(EncoderFamily::model_type).join(", "),
             });
         };
         let config = super::config_json::read(family, fields)?;
@@ -283,9 +298,9 @@ impl EncoderConfig {
 
     /// Returns the position of the first token: RoBERTa counts from the one after the id of padding.
     pub(crate) fn first_position(&self) -> i64 {
-        match self.family {
-            EncoderFamily::Roberta => self.pad_token_id.unwrap_or(0) + 1,
-            _ => 0,
+        match self.family.is_roberta() {
+            true => self.pad_token_id.unwrap_or(0) + 1,
+            false => 0,
         }
     }
 
@@ -394,7 +409,7 @@ impl EncoderConfig {
 
     fn check_padding(&self) -> Result<()> {
         let Some(pad) = self.pad_token_id else {
-            if self.family == EncoderFamily::Roberta {
+            if self.family.is_roberta() {
                 let expected = "a token id: RoBERTa's positions begin after it";
                 return Err(bad("pad_token_id", &Value::Null, expected));
             }

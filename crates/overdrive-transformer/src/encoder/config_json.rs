@@ -29,8 +29,8 @@ pub(super) fn read(family: EncoderFamily, mut fields: Fields) -> Result<EncoderC
     fields.token_id("pad_token_id", &mut config.pad_token_id)?;
     fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
     match family {
-        EncoderFamily::Bert | EncoderFamily::Roberta => read_bert(&mut config, &mut fields)?,
         EncoderFamily::ModernBert => read_modern(&mut config, &mut fields)?,
+        _ => read_bert(&mut config, &mut fields)?,
     }
     read_labels(&mut config, &mut fields)?;
     config.extra = without_written_keys(fields.into_rest());

@@ -222,7 +222,7 @@ impl SequenceClassifier {
         };
         let (fused, p) = (self.execution.fused_kernels, self.classifier_dropout());
         let mut x = pooled(&hidden, rows.sequences(), mode)?;
-        if config.family == EncoderFamily::Roberta {
+        if config.family.is_roberta() {
             x = dropped(x, p)?;
         }
         let x = dropped(self.head.transform(&x, fused)?, p)?;

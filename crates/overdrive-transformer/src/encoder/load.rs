@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::layout::Layout;
 use super::parameters::parameters;
-use super::{EncoderConfig, EncoderFamily, HeadKind, LoadReport};
+use super::{EncoderConfig, HeadKind, LoadReport};
 use crate::checkpoint::{self, CheckpointConfig};
 use crate::init::initialise;
 use crate::parameters::{ModelTensors, ParameterRole, allocate};
@@ -35,8 +35,7 @@ pub(super) fn initial(
 /// Sets the vector of padding to zeros, as in transformers: it never gets a gradient.
 fn clear_padding(config: &EncoderConfig, spec: &ParameterSpec, tensor: &Tensor) -> Result<()> {
     let positions = spec.name.ends_with(".position_embeddings.weight");
-    let padded = spec.role == ParameterRole::Embedding
-        || (positions && config.family == EncoderFamily::Roberta);
+    let padded = spec.role == ParameterRole::Embedding || (positions && config.family.is_roberta());
     if let (Some(pad), true) = (config.pad_token_id, padded) {
         let _same = tensor.f_detach()?.f_select(0, pad)?.f_zero_()?;
     }

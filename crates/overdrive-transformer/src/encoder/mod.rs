@@ -1,4 +1,4 @@
-//! Bidirectional encoders: BERT, RoBERTa and ModernBERT with their heads.
+//! Bidirectional encoders: BERT, RoBERTa, XLM-RoBERTa and ModernBERT with their heads.
 
 mod attend;
 mod backbone;

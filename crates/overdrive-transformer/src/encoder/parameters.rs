@@ -19,7 +19,7 @@ pub(super) struct HeadNames {
 pub(super) fn prefix(family: EncoderFamily) -> &'static str {
     match family {
         EncoderFamily::Bert => "bert.",
-        EncoderFamily::Roberta => "roberta.",
+        EncoderFamily::Roberta | EncoderFamily::XlmRoberta => "roberta.",
         EncoderFamily::ModernBert => "model.",
     }
 }
@@ -34,7 +34,7 @@ pub(super) fn own_prefix(config: &EncoderConfig, kind: HeadKind) -> &'static str
 
 /// Returns transformers' class.
 pub(super) fn architecture(family: EncoderFamily, kind: HeadKind) -> &'static str {
-    use EncoderFamily::{Bert, ModernBert, Roberta};
+    use EncoderFamily::{Bert, ModernBert, Roberta, XlmRoberta};
     use HeadKind::{Base, Classifier, MaskedLm};
     match (family, kind) {
         (Bert, Base) => "BertModel",
@@ -43,6 +43,9 @@ pub(super) fn architecture(family: EncoderFamily, kind: HeadKind) -> &'static st
         (Roberta, Base) => "RobertaModel",
         (Roberta, MaskedLm) => "RobertaForMaskedLM",
         (Roberta, Classifier) => "RobertaForSequenceClassification",
+        (XlmRoberta, Base) => "XLMRobertaModel",
+        (XlmRoberta, MaskedLm) => "XLMRobertaForMaskedLM",
+        (XlmRoberta, Classifier) => "XLMRobertaForSequenceClassification",
         (ModernBert, Base) => "ModernBertModel",
         (ModernBert, MaskedLm) => "ModernBertForMaskedLM",
         (ModernBert, Classifier) => "ModernBertForSequenceClassification",
@@ -51,7 +54,7 @@ pub(super) fn architecture(family: EncoderFamily, kind: HeadKind) -> &'static st
 
 /// Returns the modules of the head.
 pub(super) fn head_names(family: EncoderFamily, kind: HeadKind) -> HeadNames {
-    use EncoderFamily::{Bert, ModernBert, Roberta};
+    use EncoderFamily::{Bert, ModernBert, Roberta, XlmRoberta};
     use HeadKind::{Base, Classifier, MaskedLm};
     let names = |dense, norm, output, output_bias| HeadNames {
         dense: Some(dense),
@@ -60,7 +63,7 @@ pub(super) fn head_names(family: EncoderFamily, kind: HeadKind) -> HeadNames {
         output_bias,
     };
     match (family, kind) {
-        (Bert | Roberta, Base) => names("pooler.dense", None, None, None),
+        (Bert | Roberta | XlmRoberta, Base) => names("pooler.dense", None, None, None),
         (ModernBert, Base) => HeadNames::default(),
         (Bert, MaskedLm) => names(
             "cls.predictions.transform.dense",
@@ -68,7 +71,7 @@ pub(super) fn head_names(family: EncoderFamily, kind: HeadKind) -> HeadNames {
             Some("cls.predictions.decoder"),
             Some("cls.predictions.bias"),
         ),
-        (Roberta, MaskedLm) => names(
+        (Roberta | XlmRoberta, MaskedLm) => names(
             "lm_head.dense",
             Some("lm_head.layer_norm"),
             Some("lm_head.decoder"),
@@ -76,7 +79,9 @@ pub(super) fn head_names(family: EncoderFamily, kind: HeadKind) -> HeadNames {
         ),
         (ModernBert, MaskedLm) => names("head.dense", Some("head.norm"), Some("decoder"), None),
         (Bert, Classifier) => names("bert.pooler.dense", None, Some("classifier"), None),
-        (Roberta, Classifier) => names("classifier.dense", None, Some("classifier.out_proj"), None),
+        (Roberta | XlmRoberta, Classifier) => {
+            names("classifier.dense", None, Some("classifier.out_proj"), None)
+        }
         (ModernBert, Classifier) => {
             names("head.dense", Some("head.norm"), Some("classifier"), None)
         }
@@ -166,7 +171,7 @@ impl List {
         let positions = [config.max_position_embeddings, hidden];
         let types = [config.type_vocab_size, hidden];
         // RoBERTa's class makes its positions last.
-        let last = config.family == EncoderFamily::Roberta;
+        let last = config.family.is_roberta();
         if !last {
             self.add(at("position_embeddings.weight"), &positions, init, Other);
         }

@@ -1,4 +1,4 @@
-use overdrive_nn::Linear;
+use overdrive_nn::{Linear, LinearWeight};
 use tch::{Kind, Tensor};
 
 use super::names::{correction_name, router_module};
@@ -30,6 +30,9 @@ pub(crate) struct Router {
     /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are, and those of
     /// Mixtral, DeepSeek and Gemma 4 are not.
     rounds: bool,
+    /// If `true`, the scores are computed in fp32 at least (DeepSeek): rounded to 16 bits, those of many experts are
+    /// equal.
+    is_wide: bool,
     /// The number of groups of experts, and of those that the experts of a token are chosen from (DeepSeek).
     groups: Option<[i64; 2]>,
     /// The corrections `(E,)` of the scores by which experts are chosen (DeepSeek-V3), whose scores are sigmoids.
@@ -59,6 +62,7 @@ impl Router {
             per_token: experts.num_experts_per_tok,
             normalises: mixtral || gpt_oss || experts.norm_topk_prob,
             rounds: !mixtral && !gemma && !config.family.is_deepseek(),
+            is_wide: config.family.is_deepseek(),
             groups: experts.groups(),
             correction: correction.transpose()?,
             scale: experts.routed_scaling_factor,
@@ -92,9 +96,7 @@ impl Router {
     pub(super) fn route(&self, x: &Tensor, fused: bool) -> Result<Routing> {
         let scored = self.scales.as_ref().map(|scales| scales.scored(x, fused));
         let scored = scored.transpose()?;
-        let scores = self
-            .gate
-            .forward_with(scored.as_ref().unwrap_or(x), fused)?;
+        let scores = self.scores(scored.as_ref().unwrap_or(x), fused)?;
         let kind = match scores.kind() {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
@@ -132,6 +134,19 @@ impl Router {
             weights,
             probabilities,
         })
+    }
+
+    /// Returns the scores `(N, E)` of the experts.
+    fn scores(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        if let (LinearWeight::Dense { weight, .. }, None) = self.gate.in_use()
+            && self.is_wide
+            && matches!(x.kind(), Kind::Half | Kind::BFloat16)
+            && self.gate.active_adapter().is_none()
+        {
+            let [x, weight] = [x, weight].map(|tensor| tensor.f_to_kind(Kind::Float));
+            return Ok(x?.f_linear(&weight?, None::<&Tensor>)?);
+        }
+        Ok(self.gate.forward_with(x, fused)?)
     }
 
     /// Returns the numbers `(N, E)` by which experts are chosen, if they are not their probabilities: corrected ones, and

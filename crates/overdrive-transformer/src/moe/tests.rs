@@ -2,10 +2,11 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_core::random::Generator;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::dispatch::Dispatch;
 use super::names::{ExpertModules, expert_modules, router_module};
+use super::router::Router;
 use super::{LoadBalance, MixtureOfExperts, Routing, grouped};
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::parameters::{ModelTensors, ParameterMap};
@@ -236,4 +237,27 @@ fn rows_in_slices_equal_tensors_and_read_the_chosen_experts_alone() {
     assert!(difference(&y, &expected) < 1e-5);
     let (again, _) = layer.forward(&x, true, &LoadBalance::default()).unwrap();
     assert_eq!(again, expected);
+}
+
+#[test]
+fn scores_of_deepseeks_experts_are_not_rounded_to_16_bits() {
+    let family = LlamaFamily::DeepseekV2;
+    let config = LlamaConfig::of(family);
+    let experts = ExpertsConfig {
+        num_experts: 2,
+        num_experts_per_tok: 1,
+        ..config.experts.clone().unwrap()
+    };
+    // The scores are 1 and 1 + 2^-10, of which bf16 makes 1.
+    let weight = Tensor::from_slice(&[1f32, 0.0, 1.0, 1.0 / 1024.0]).view([2, 2]);
+    let name = format!("{}.weight", router_module(family, "p"));
+    let mut map = ParameterMap::new(ModelTensors {
+        parameters: vec![(name, weight.to_kind(Kind::BFloat16))],
+        ..ModelTensors::default()
+    });
+    let router = Router::take(&mut map, "p", &config, &experts).unwrap();
+    let x = Tensor::ones([1, 2], (Kind::BFloat16, Device::Cpu));
+    let routing = router.route(&x, true).unwrap();
+    assert_eq!(routing.experts.int64_value(&[0, 0]), 1);
+    assert!(routing.probabilities.double_value(&[0, 1]) > 0.5);
 }

@@ -16,7 +16,7 @@ use crate::{
 /// A model of text embeddings: a transformer, pooling, dense layers and normalization, as a folder of
 /// sentence-transformers describes them.
 ///
-/// The transformer is an encoder (BERT, RoBERTa, ModernBERT), a causal model whose last token is pooled
+/// The transformer is an encoder (BERT, RoBERTa, XLM-RoBERTa, ModernBERT), a causal model whose last token is pooled
 /// (Qwen3-Embedding), or a Gemma 3 with bidirectional attention (EmbeddingGemma).
 ///
 /// ```no_run
@@ -73,7 +73,7 @@ impl EmbeddingModel {
                 Transformer::Encoder(Box::new(model))
             }
             false => {
-                let model = CausalLm::without_head(&folder, options)?;
+                let model = CausalLm::without_head(&folder, options).map_err(with_encoders)?;
                 Transformer::Decoder(Box::new(model))
             }
         };
@@ -242,6 +242,25 @@ impl Packed {
             }
             _ => input,
         }
+    }
+}
+
+/// Adds the encoders to the supported types of an error about `model_type`.
+fn with_encoders(error: Error) -> Error {
+    match error {
+        Error::Unsupported {
+            key,
+            found,
+            supported,
+        } if key == "model_type" => {
+            let encoders = EncoderFamily::ALL.map(EncoderFamily::model_type).join(", ");
+            Error::Unsupported {
+                key,
+                found,
+                supported: format!("{encoders}, {supported}"),
+            }
+        }
+        other => other,
     }
 }
 

@@ -415,6 +415,8 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
     }
     check("gpt2", "model_type", json!(null), "`model_type` is missing");
     check("gpt2", "n_head", json!(5), "a multiple of n_head (5)");
+    // As gte-Qwen2 has it.
+    check("qwen2", "is_causal", json!(false), "`is_causal` is false");
     // Sizes that no memory holds: each is refused before anything is reserved or counted to.
     let huge = || json!(4_611_686_018_427_387_904_i64);
     for (case, layers) in [("gpt2", "n_layer"), ("llama_gqa", "num_hidden_layers")] {

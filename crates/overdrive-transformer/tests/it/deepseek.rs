@@ -10,7 +10,7 @@ use overdrive_transformer::{
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
-use crate::common::{expected, fixture, load, max_difference};
+use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
 
 fn logits(model: &CausalLm, ids: &Tensor) -> Tensor {
     tch::no_grad(|| model.forward(ForwardInput::new(ids)).unwrap())
@@ -104,6 +104,37 @@ fn the_layer_that_expands_latent_vectors_stays_dense() {
             Ok(())
         })
         .unwrap();
+}
+
+/// The published files of DeepSeek-V3 have such a module, after the last layer.
+#[test]
+fn modules_that_predict_further_tokens_are_not_read() {
+    let dir = copy_of("deepseek_v3");
+    let layers = load("deepseek_v3").num_layers();
+    let further = [layers, layers + 1].map(|layer| format!("model.layers.{layer}.enorm.weight"));
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).unwrap();
+    tensors.extend(
+        further
+            .each_ref()
+            .map(|name| (name.clone(), Tensor::from(1f32))),
+    );
+    Tensor::write_safetensors(&tensors, &path).unwrap();
+    let load_with = |count: usize| {
+        edit_config(dir.path(), |config| {
+            config.insert("num_nextn_predict_layers".to_owned(), count.into());
+        });
+        CausalLm::from_pretrained(dir.path(), &LoadOptions::default())
+    };
+    let ids = &expected("deepseek_v3")["input_ids"];
+    let model = load_with(2).unwrap();
+    assert_eq!(logits(&model, ids), logits(&load("deepseek_v3"), ids));
+    // A layer beyond their number is unexpected.
+    let error = load_with(1).unwrap_err().to_string();
+    assert!(
+        error.contains(&further[1]) && !error.contains(&further[0]),
+        "{error}"
+    );
 }
 
 #[test]

@@ -198,6 +198,18 @@ fn folders_and_inputs_that_do_not_fit_are_refused() {
         let message = load(case).unwrap_err().to_string();
         assert!(message.contains(text), "{case}: {message}");
     }
+    let other = copy_of("bert_base");
+    std::fs::write(
+        other.path().join("config.json"),
+        r#"{"model_type": "nomic_bert"}"#,
+    )
+    .unwrap();
+    let error = EmbeddingModel::from_pretrained(other.path(), &LoadOptions::default());
+    let message = error.unwrap_err().to_string();
+    assert!(
+        message.contains("bert, roberta, xlm-roberta, modernbert, llama"),
+        "{message}"
+    );
     let model = embedding_model("embedding_bert");
     assert!(model.embed(&[]).is_err());
     assert!(model.embed(&[TokenSequence::new(vec![])]).is_err());

@@ -238,6 +238,34 @@ fn experts_in_one_tensor_a_layer_and_further_predictions_are_read_over() {
     assert!(difference < 1e-5, "{difference}");
 }
 
+/// The published files of Qwen3.5 have the norms and the speeds of decay of linear attention in fp32, and all else in bf16.
+#[test]
+fn a_folder_in_bf16_with_norms_of_linear_attention_in_fp32_is_computed() {
+    let dir = copy_of("qwen3_5");
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).unwrap();
+    for (name, tensor) in &mut tensors {
+        let is_wide = [".linear_attn.norm.weight", ".A_log"]
+            .iter()
+            .any(|end| name.ends_with(end));
+        if !is_wide {
+            *tensor = tensor.to_kind(Kind::BFloat16);
+        }
+    }
+    Tensor::write_safetensors(&tensors, &path).unwrap();
+    let mut model = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+    let want = expected("qwen3_5");
+    for fused in [true, false] {
+        let mut execution = Execution::default();
+        execution.fused_kernels = fused;
+        model.set_execution(execution);
+        let got = logits(&model, &want["input_ids"]);
+        assert_eq!(got.kind(), Kind::BFloat16);
+        let difference = max_difference(&got, &want["logits"]);
+        assert!(difference < 0.2, "{difference}");
+    }
+}
+
 #[test]
 fn a_new_model_has_the_initial_speeds_of_decay_of_transformers() {
     let config = LlamaConfig {
@@ -280,6 +308,8 @@ fn configurations_of_hybrids_are_read_with_their_defaults_and_refused_by_their_k
         ModelConfig::Llama(config) => (0..8).filter(|layer| !config.is_linear(*layer)).collect(),
         _ => Vec::new(),
     };
+    let multimodal = ModelConfig::from_json(r#"{"model_type": "qwen3_5"}"#).unwrap();
+    assert!(!multimodal.tie_word_embeddings());
     let families = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"];
     for family in families {
         let usual = config(family, "use_cache", true.into()).unwrap();

@@ -3,6 +3,7 @@
 
 mod adapters_peft;
 mod autocast;
+mod batches;
 mod checkpoint;
 mod common;
 mod decode_step;
@@ -23,6 +24,7 @@ mod paged;
 mod parity;
 mod pickled;
 mod position_bound;
+mod published;
 mod quantized;
 mod quantized_checkpoints;
 mod seq2seq;

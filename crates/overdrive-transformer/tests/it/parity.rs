@@ -177,10 +177,10 @@ fn shifted_labels_give_the_same_loss_as_labels_that_are_shifted_here() {
 
 #[test]
 fn low_precision_checkpoints_stay_near_fp32() {
-    // bf16 keeps 8 bits, fp16 11: a bound of 2^-8 and 2^-11 a rounding, over some ten roundings in a
-    // row, of logits up to about 5.
-    for (kind, bound) in [(Kind::BFloat16, 0.2), (Kind::Half, 0.025)] {
-        for case in ["llama_gqa", "qwen3", "gemma2", "gemma3", "gpt2"] {
+    // bf16 keeps 8 bits, fp16 11: 2^-8 and 2^-11 a rounding, over some thirty roundings in a row. A rounded score chooses
+    // another expert for a token now and then, as in transformers, so the bound is that of all logits together.
+    for (kind, bound) in [(Kind::BFloat16, 0.1), (Kind::Half, 0.05)] {
+        for case in CASES {
             let want = expected(case);
             let options = LoadOptions {
                 kind: Some(kind),
@@ -193,12 +193,11 @@ fn low_precision_checkpoints_stay_near_fp32() {
                 .forward(ForwardInput::new(&want["input_ids"]))
                 .unwrap();
             assert_eq!(got.kind(), kind);
-            let difference = max_difference(&got, &want["logits"]);
-            println!(
-                "{case} {kind:?} {difference:.1e} of {:.1}",
-                max_magnitude(&want["logits"])
-            );
-            assert!(difference < bound, "{case} {kind:?}: {difference}");
+            let norm = |tensor: &Tensor| tensor.norm().double_value(&[]);
+            let difference = norm(&(got.to_kind(Kind::Float) - &want["logits"]));
+            let relative = difference / norm(&want["logits"]);
+            println!("{case:18} {kind:?} {relative:.1e}");
+            assert!(relative < bound, "{case} {kind:?}: {relative}");
         }
     }
 }

@@ -62,6 +62,30 @@ fn static_scales_of_activations_and_the_cache_are_left_with_a_warning() {
 }
 
 #[test]
+fn weights_in_fp8_with_one_scale_each_stay_packed_and_are_written_by_row() {
+    let case = "llama_fp8";
+    let (mut model, warnings) = load(&fixture(case));
+    assert!(model.is_quantized());
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    let expected = "14 static scales and zero points of the checkpoint (model.layers.0.mlp.down_proj.activation_scale, ...)";
+    assert!(warnings[0].starts_with(expected), "{warnings:?}");
+    let rounded = difference(&model, case);
+    assert!(rounded > 0.0 && rounded < 0.1, "{rounded}");
+
+    let dir = tempfile::tempdir().unwrap();
+    model
+        .save_pretrained(dir.path(), &Default::default())
+        .unwrap();
+    let (again, warnings) = load(dir.path());
+    assert_eq!(warnings, Vec::<String>::new());
+    assert_eq!(difference(&again, case), rounded);
+
+    model.set_activations(Activations::Float).unwrap();
+    let exact = difference(&model, case);
+    assert!(exact < 1e-5, "{exact}");
+}
+
+#[test]
 fn biases_of_zeros_that_autogptq_adds_are_dropped() {
     let case = "llama_gptq_biases";
     let (mut model, _) = load(&fixture(case));

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::args::{QuantizationArgs, Strategy, scheme_of};
 use super::config::CompressedTensorsConfig;
 use crate::format::packed_words::{Groups, code, order_of, words};
-use crate::format::source::{FLOATS, Module};
+use crate::format::source::{self, Module};
 use crate::tensors::bytes;
 use crate::{Activations, QuantizedWeight, Result, Scheme};
 
@@ -200,28 +200,11 @@ fn bits_of(module: Module<'_>, args: &QuantizationArgs) -> Result<u8> {
 
 /// Reads the scales as f32 `(outputs,)`, from one for each row or one for the tensor.
 fn row_scales(module: Module<'_>, strategy: Strategy, outputs: i64) -> Result<Tensor> {
-    let stored = module.required("weight_scale")?;
-    let count = if strategy == Strategy::Tensor {
-        1
-    } else {
-        outputs
+    let count = match strategy {
+        Strategy::Tensor => 1,
+        _ => outputs,
     };
-    let fits = match *stored.shape() {
-        [] => count == 1,
-        [n] => n == count,
-        [n, 1] => n == count,
-        _ => false,
-    };
-    if !fits {
-        return Err(module.bad(format!(
-            "`weight_scale` is {:?}; it must be [{count}, 1]",
-            stored.shape()
-        )));
-    }
-    let shape: Vec<Option<i64>> = stored.shape().iter().map(|&n| Some(n)).collect();
-    module.check(&stored, "weight_scale", FLOATS, &shape)?;
-    let scales = module.scales_f32("weight_scale", &shape)?.f_reshape([-1])?;
-    Ok(scales.f_expand([outputs], false)?.f_contiguous()?)
+    source::row_scales(module, "weight_scale", count, outputs)
 }
 
 /// Reads the zero points as unsigned codes, `(outputs, groups)`.

@@ -460,7 +460,7 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
     for (config, expected) in [
         (
             json!({"quant_method": "aqlm"}),
-            "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4",
+            "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4, fp8",
         ),
         (json!({"bits": 4}), "is absent"),
         (json!({"quant_method": "gptq", "bits": 3}), "4 or 8"),
@@ -470,6 +470,10 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
         ),
         (json!({"quant_method": "gptq"}), "missing field `bits`"),
         (json!({"quant_method": "awq", "version": "gemv"}), "gemm"),
+        (
+            json!({"quant_method": "fp8"}),
+            "weight_block_size` is [128, 128]; it must be null",
+        ),
         (
             json!({"quant_method": "bitsandbytes"}),
             "or false with load_in_8bit true",

@@ -37,6 +37,16 @@ impl LlamaConfig {
             &mut config.max_position_embeddings,
         )?;
         fields.number("initializer_range", &mut config.initializer_range)?;
+        // transformers reads it for every family.
+        let mut is_causal = true;
+        fields.boolean("is_causal", &mut is_causal)?;
+        if !is_causal {
+            return Err(Error::Unsupported {
+                key: "is_causal".to_owned(),
+                found: "false".to_owned(),
+                supported: "true, tokens that attend to those before them".to_owned(),
+            });
+        }
         fields.number(config.norm_eps_key(), &mut config.rms_norm_eps)?;
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
         config.read_rope(&mut fields)?;

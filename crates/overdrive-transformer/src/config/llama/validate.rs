@@ -26,9 +26,7 @@ impl LlamaConfig {
         self.check_experts()?;
         self.check_parameters()?;
         let heads = self.num_attention_heads;
-        self.check_mla()?;
-        self.check_delta_net()?;
-        self.check_vision()?;
+        self.check_parts()?;
         let of_heads = self.mla.is_none();
         if of_heads && self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
@@ -108,7 +106,9 @@ impl LlamaConfig {
                 return Err(bad(key, &value.into(), "a positive number"));
             }
         }
-        self.check_per_layer()?;
+        if let Some(own) = &self.per_layer {
+            own.validate(self)?;
+        }
         let rotated = self.rotary_dim();
         self.rope_scaling
             .validate("rope_scaling", self.global_rotary_dim())?;
@@ -129,116 +129,84 @@ impl LlamaConfig {
         Err(bad("partial_rotary_factor", &part.into(), &expected))
     }
 
-    fn check_vision(&self) -> Result<()> {
-        match &self.vision {
-            Some(vision) if self.family == LlamaFamily::Qwen3Vl => {
-                vision.validate(self.hidden_size, self.head_dim(), self.num_hidden_layers)?;
-                if self.rope_scaling == RopeScaling::Default {
-                    return Ok(());
-                }
-                let found = self.rope_scaling.to_json();
-                Err(bad(
-                    "rope_scaling",
-                    &found,
-                    "of type default for a model with images",
-                ))
-            }
-            None if self.family != LlamaFamily::Qwen3Vl => Ok(()),
-            given => {
-                let found = if given.is_some() { "set" } else { "missing" };
-                let expected = "set for Qwen3-VL and `None` for all other families";
-                Err(bad("vision", &found.into(), expected))
+    /// Checks that the parts are set that the family has, and no others, and the values in them.
+    fn check_parts(&self) -> Result<()> {
+        let family = self.family;
+        for (key, is_set, is_needed) in [
+            ("mla", self.mla.is_some(), family.is_deepseek()),
+            ("delta_net", self.delta_net.is_some(), family.is_hybrid()),
+            (
+                "per_layer",
+                self.per_layer.is_some(),
+                family.is_newest_gemma(),
+            ),
+            (
+                "vision",
+                self.vision.is_some(),
+                family == LlamaFamily::Qwen3Vl,
+            ),
+        ] {
+            self.check_presence(key, is_set, is_needed)?;
+        }
+        if let Some(mla) = &self.mla {
+            self.check_heads_of_mla()?;
+            mla.validate(family)?;
+        }
+        if let Some(delta_net) = &self.delta_net {
+            self.check_layers_with_keys()?;
+            delta_net.validate()?;
+        }
+        if let Some(vision) = &self.vision {
+            vision.validate(self.hidden_size, self.head_dim(), self.num_hidden_layers)?;
+            if self.rope_scaling != RopeScaling::Default {
+                let expected = "of type default for a model with images";
+                return Err(bad("rope_scaling", &self.rope_scaling.to_json(), expected));
             }
         }
+        Ok(())
     }
 
-    fn check_per_layer(&self) -> Result<()> {
-        let needed = self.family.is_newest_gemma();
-        match &self.per_layer {
-            Some(own) if needed => own.validate(self),
-            None if !needed => Ok(()),
-            given => {
-                let found = if given.is_some() { "set" } else { "missing" };
-                let expected = format!(
-                    "{} for the family {}; start from `LlamaConfig::of`",
-                    if needed { "set" } else { "`None`" },
-                    self.family.model_type()
-                );
-                Err(bad("per_layer", &found.into(), &expected))
-            }
-        }
+    fn check_presence(&self, key: &str, is_set: bool, is_needed: bool) -> Result<()> {
+        let (found, expected) = match (is_set, is_needed) {
+            (true, false) => ("set", "`None`"),
+            (false, true) => ("missing", "set"),
+            _ => return Ok(()),
+        };
+        let family = self.family.model_type();
+        let expected = format!("{expected} for the family {family}; start from `LlamaConfig::of`");
+        Err(bad(key, &found.into(), &expected))
     }
 
-    fn check_mla(&self) -> Result<()> {
-        let needed = self.family.is_deepseek();
-        match &self.mla {
-            Some(mla) if needed => {
-                let kv_heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
-                if kv_heads != self.num_attention_heads {
-                    let expected = format!(
-                        "num_attention_heads ({}), as multi-head latent attention has no groups",
-                        self.num_attention_heads
-                    );
-                    return Err(bad("num_key_value_heads", &kv_heads.into(), &expected));
-                }
-                mla.validate(self.family)
-            }
-            None if !needed => Ok(()),
-            given => {
-                let found = if given.is_some() { "set" } else { "missing" };
-                let expected = format!(
-                    "{} for the family {}; start from `LlamaConfig::of`",
-                    if needed { "set" } else { "`None`" },
-                    self.family.model_type()
-                );
-                Err(bad("mla", &found.into(), &expected))
-            }
+    fn check_heads_of_mla(&self) -> Result<()> {
+        let heads = self.num_attention_heads;
+        let kv_heads = self.num_key_value_heads.unwrap_or(heads);
+        if kv_heads == heads {
+            return Ok(());
         }
+        let expected =
+            format!("num_attention_heads ({heads}), as multi-head latent attention has no groups");
+        Err(bad("num_key_value_heads", &kv_heads.into(), &expected))
     }
 
-    fn check_delta_net(&self) -> Result<()> {
-        let needed = self.family.is_hybrid();
-        match &self.delta_net {
-            Some(delta_net) if needed => {
-                let mut layers = 0..self.num_hidden_layers;
-                // A cache takes the number of its tokens from the layers with keys and values.
-                if layers.all(|layer| self.is_linear(layer)) {
-                    let found = "linear_attention alone".into();
-                    return Err(bad(
-                        "layer_types",
-                        &found,
-                        "full_attention for one layer at least",
-                    ));
-                }
-                delta_net.validate()
-            }
-            None if !needed => Ok(()),
-            given => {
-                let found = if given.is_some() { "set" } else { "missing" };
-                let expected = format!(
-                    "{} for the family {}; start from `LlamaConfig::of`",
-                    if needed { "set" } else { "`None`" },
-                    self.family.model_type()
-                );
-                Err(bad("delta_net", &found.into(), &expected))
-            }
+    /// Checks that one layer at least has keys and values, from which a cache takes the number of its tokens.
+    fn check_layers_with_keys(&self) -> Result<()> {
+        let mut layers = 0..self.num_hidden_layers;
+        if !layers.all(|layer| self.is_linear(layer)) {
+            return Ok(());
         }
+        let found = "linear_attention alone".into();
+        let expected = "full_attention for one layer at least";
+        Err(bad("layer_types", &found, expected))
     }
 
     fn check_experts(&self) -> Result<()> {
         let needed = ExpertsConfig::of(self.family).is_some();
         let may_have = needed || self.family == LlamaFamily::Gemma4;
-        let Some(experts) = self.experts.as_ref().filter(|_| may_have) else {
-            if needed == self.experts.is_some() {
-                return Ok(());
-            }
-            let found = if needed { "missing" } else { "set" };
-            let expected = format!(
-                "{} for the family {}; start from `LlamaConfig::of`",
-                if needed { "set" } else { "`None`" },
-                self.family.model_type()
-            );
-            return Err(bad("experts", &found.into(), &expected));
+        if !may_have || needed {
+            self.check_presence("experts", self.experts.is_some(), needed)?;
+        }
+        let Some(experts) = &self.experts else {
+            return Ok(());
         };
         experts.validate(self.family, self.num_hidden_layers)?;
         if self.mlp_bias {

@@ -9,17 +9,6 @@ use crate::config::llama::LlamaConfig;
 use crate::config::multimodal;
 use crate::{Error, Result};
 
-/// The keys of `vision_config` that do not change what is computed.
-const WITHOUT_EFFECT: [&str; 7] = [
-    "architectures",
-    "attn_implementation",
-    "_attn_implementation_autoset",
-    "dtype",
-    "model_type",
-    "torch_dtype",
-    "transformers_version",
-];
-
 /// Reads a model with images, whose text model is in `text_config`.
 pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
     let mut vision = VisionConfig::default();
@@ -27,10 +16,6 @@ pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
         vision.read_tower(own)?;
     }
     vision.read_tokens(&mut fields)?;
-    // transformers' default differs from that of other models with images.
-    if fields.peek("tie_word_embeddings").is_none() {
-        fields.put("tie_word_embeddings", false.into());
-    }
     if let Some(text) = fields.peek("text_config").and_then(Value::as_object) {
         vision.read_sections(text)?;
     }
@@ -73,6 +58,7 @@ pub(in crate::config) fn write(
 }
 
 impl VisionConfig {
+    /// Reads the keys of the tower. Others have no effect: transformers writes many that belong to all models.
     fn read_tower(&mut self, mut fields: Fields) -> Result<()> {
         fields.layers("depth", &mut self.depth)?;
         for (key, slot) in [
@@ -109,9 +95,13 @@ impl VisionConfig {
             if kind.as_deref().is_some_and(|kind| kind != "axial") {
                 return Err(unsupported("rope_parameters.rope_type", kind, "axial"));
             }
-            refuse_rest("vision_config.rope_parameters", rope)?;
+            if let Some((key, value)) = rope.into_rest().into_iter().next() {
+                let key = format!("vision_config.rope_parameters.{key}");
+                let supported = "rope_theta, rope_type";
+                return Err(unsupported(&key, Some(value.to_string()), supported));
+            }
         }
-        refuse_rest("vision_config", fields)
+        Ok(())
     }
 
     fn read_tokens(&mut self, fields: &mut Fields) -> Result<()> {
@@ -177,22 +167,5 @@ fn unsupported(key: &str, found: Option<String>, supported: &str) -> Error {
         key: key.to_owned(),
         found: format!("{:?}", found.unwrap_or_default()),
         supported: supported.to_owned(),
-    }
-}
-
-/// Refuses keys that have not been read: they could change what the tower computes.
-fn refuse_rest(object: &str, fields: Fields) -> Result<()> {
-    let rest = fields.into_rest();
-    let unknown = rest
-        .iter()
-        .find(|(key, value)| !value.is_null() && !WITHOUT_EFFECT.contains(&key.as_str()));
-    match unknown {
-        None => Ok(()),
-        Some((key, value)) => Err(Error::Unsupported {
-            key: format!("{object}.{key}"),
-            found: value.to_string(),
-            supported: "the keys of Qwen3-VL's vision tower; remove this one if it changes nothing"
-                .to_owned(),
-        }),
     }
 }

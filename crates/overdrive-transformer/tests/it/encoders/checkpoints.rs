@@ -274,7 +274,7 @@ fn a_configuration_that_is_not_supported_names_key_value_and_what_is() {
     let cases = [
         (
             r#"{"model_type": "deberta-v2"}"#,
-            "`model_type` is \"deberta-v2\", which is not supported; supported: bert, roberta, modernbert",
+            "`model_type` is \"deberta-v2\", which is not supported; supported: bert, roberta, xlm-roberta, modernbert",
         ),
         (
             r#"{"model_type": "bert", "is_decoder": true}"#,

@@ -20,12 +20,18 @@ const MASKED: [&str; 5] = [
     "modernbert_mlm",
     "modernbert_biases",
 ];
-const CLASSIFIERS: [&str; 3] = [
+const CLASSIFIERS: [&str; 4] = [
     "bert_classifier",
     "roberta_regression",
+    "xlm_roberta_regression",
     "modernbert_classifier",
 ];
-const BASES: [&str; 3] = ["bert_base", "roberta_base", "modernbert_base"];
+const BASES: [&str; 4] = [
+    "bert_base",
+    "roberta_base",
+    "xlm_roberta_base",
+    "modernbert_base",
+];
 
 fn masked(case: &str) -> MaskedLm {
     MaskedLm::from_pretrained(fixture(case), &Default::default()).unwrap()
