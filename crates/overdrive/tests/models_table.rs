@@ -505,7 +505,7 @@ fn gguf(architecture: &str, extra: &[(&str, u32)]) -> Vec<u8> {
         ("attention.layer_norm_rms_epsilon", 1e-5f32),
         ("attention.layer_norm_epsilon", 1e-5),
         ("logit_scale", 2.0),
-        ("attention.temperature_scale", 0.1),
+        ("attention.temperature_scale", 0.0),
     ] {
         let key = format!("{architecture}.{key}");
         put(&key, 6, &|bytes| bytes.extend(number.to_le_bytes()));
@@ -698,10 +698,11 @@ fn every_model_type_and_architecture_that_is_read_has_a_row() {
     }
     for names in architectures().into_values() {
         for name in names {
-            let cell = format!("`{name}`");
+            let name = format!("`{name}`");
+            let has = |cell: &String| cell.split(", ").any(|own| own == name);
             assert!(
-                rows.iter().any(|(_, cells)| cells[1] == cell),
-                "{cell} has no row"
+                rows.iter().any(|(_, cells)| has(&cells[1])),
+                "{name} has no row"
             );
         }
     }

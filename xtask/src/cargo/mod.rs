@@ -316,8 +316,8 @@ mod tests {
         let cargo = example("train", &words(&["--data", "my text.txt", "--steps", "3"]));
         assert_eq!(
             cargo.line(),
-            "cargo run --release -p overdrive-examples --example train -- --data 'my text.txt' \
-             --steps 3"
+            "cargo run --release -p overdrive-examples --no-default-features --features hub,mlflow --example \
+             train -- --data 'my text.txt' --steps 3"
         );
         assert_eq!(
             docs(&[]).line(),
