@@ -537,6 +537,7 @@ fn architectures() -> BTreeMap<String, BTreeSet<String>> {
         ("expert_feed_forward_length", 32),
     ];
     let latent = [
+        ("expert_shared_count", 1),
         ("attention.kv_lora_rank", 32),
         ("attention.key_length", 48),
         ("attention.value_length", 32),
