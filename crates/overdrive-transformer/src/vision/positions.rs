@@ -74,7 +74,7 @@ impl VisionConfig {
         let given = tokens.iter().filter(is_image).count();
         if given != grids.len() {
             let expected = format!(
-                "{}, the number of images; a prompt must not contain the token as text",
+                "{}, one at the place of each image; a prompt must not contain the token as text",
                 grids.len()
             );
             return Err(
