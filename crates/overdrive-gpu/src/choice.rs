@@ -27,8 +27,8 @@ const DRIVER: &str = "libcuda.so.1";
 /// [`set_enabled`] overrides it.
 ///
 /// # Errors
-/// [`Error::Common`] if `OVERDRIVE_GPU_KERNELS` has another value, [`Error::Library`] and [`Error::Driver`] if the CUDA
-/// driver cannot be used.
+/// [`Error::Common`](crate::Error::Common) if `OVERDRIVE_GPU_KERNELS` has another value,
+/// [`Error::Library`](crate::Error::Library) and [`Error::Driver`](crate::Error::Driver) if the CUDA driver cannot be used.
 pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
     match device {
         Device::Cuda(index) => {
