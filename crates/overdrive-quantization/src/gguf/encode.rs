@@ -4,6 +4,7 @@
 use half::{bf16, f16};
 
 use super::tensor_type::{GgufType, SUPER};
+use crate::codec::code_book::Book;
 
 /// A scale at most this large stands for a group of zeros.
 const SMALLEST: f32 = 1e-15;
@@ -106,12 +107,6 @@ fn q8_0(x: &[f32; 32], out: &mut Vec<u8>) {
     );
 }
 
-/// The number of each code of 4-bit floats, doubled.
-#[rustfmt::skip]
-const DOUBLED_FLOATS: [f32; 16] = [
-    0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0,
-];
-
 fn mxfp4(x: &[f32; 32], out: &mut Vec<u8>) {
     let most = extreme(x).abs();
     // The exponent of the largest float, 6, is 2.
@@ -120,13 +115,15 @@ fn mxfp4(x: &[f32; 32], out: &mut Vec<u8>) {
         false => 0,
     };
     out.push(exponent);
-    // The two least exponents have subnormal halves.
-    let half_scale = f32::from_bits(match exponent {
-        0 | 1 => 0x0020_0000 << exponent,
-        _ => (u32::from(exponent) - 1) << 23,
+    // The scale of the least exponent is subnormal.
+    let scale = f32::from_bits(match exponent {
+        0 => 0x0040_0000,
+        _ => u32::from(exponent) << 23,
     });
     let codes = x.map(|x| {
-        let errors = DOUBLED_FLOATS.map(|number| (number * half_scale - x).abs());
+        let errors = Book::E2m1
+            .numbers()
+            .map(|number| (number * scale - x).abs());
         let nearest = (0..)
             .zip(errors)
             .reduce(|best, next| match next.1 < best.1 {

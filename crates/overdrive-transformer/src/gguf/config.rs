@@ -1,10 +1,8 @@
 use overdrive_core::Error as Common;
 use overdrive_quantization::{GgufFile, GgufValue};
-use tch::{Device, Kind};
 
 use crate::config::{
-    ExpertsConfig, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
-    check_layers,
+    ExpertsConfig, LayerType, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling, check_layers,
 };
 use crate::{Error, Result};
 
@@ -104,7 +102,8 @@ impl Keys<'_> {
                 _ => Ok(()),
             }
         };
-        // Attention has one width for keys and values, and rotates whole heads, except in Phi and GLM-4.
+        // Attention has one width for keys and values, and rotates whole heads, except in Phi and GLM-4, and in families
+        // with keys of their own.
         let has_own_sizes = family == LlamaFamily::Gemma4 || family.is_deepseek();
         if !has_own_sizes {
             same("attention.value_length")?;
@@ -321,100 +320,6 @@ impl Keys<'_> {
         Ok(())
     }
 
-    fn rope_scaling(&self, config: &LlamaConfig) -> Result<RopeScaling> {
-        let key = "rope.scaling.type";
-        let factor = match self.number("rope.scaling.factor")? {
-            // The key of files from before 2024.
-            None => self.number("rope.scale_linear")?,
-            given => given,
-        };
-        // As in llama.cpp, 0 stands for no scaling.
-        let factor = factor.filter(|&factor| factor != 0.0);
-        let original = || -> Result<i64> {
-            let given = self.integer("rope.scaling.original_context_length")?;
-            Ok(given.unwrap_or(config.max_position_embeddings))
-        };
-        let kind = match self.value(key) {
-            // Files of Phi-3 have the divisors and no type.
-            None if self.file.tensor("rope_factors_long.weight").is_some() => "longrope",
-            // llama.cpp's default: a factor alone is one of linear scaling.
-            None => "linear",
-            Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a string"))?,
-        };
-        let attention = self.number("rope.scaling.attn_factor")?;
-        if !matches!(kind, "yarn" | "longrope") {
-            // llama.cpp multiplies cosines and sines by it in every type.
-            self.only("rope.scaling.attn_factor", 1.0)?;
-        }
-        // llama.cpp stores Llama 3.1's scaling as a tensor of divisors, whatever the type in the metadata.
-        if let Some(factors) = self.factors("rope_freqs.weight")? {
-            return Ok(llama3(config, factors));
-        }
-        Ok(match (kind, factor) {
-            ("linear", Some(factor)) => RopeScaling::Linear { factor },
-            ("yarn", Some(factor)) => {
-                // The weight of interpolated against extrapolated frequencies; negative stands for unset.
-                if self.number("rope.scaling.yarn_ext_factor")? >= Some(0.0) {
-                    self.only("rope.scaling.yarn_ext_factor", 1.0)?;
-                }
-                let mut yarn = Yarn::new(factor, original()?);
-                let fast = self.number("rope.scaling.yarn_beta_fast")?;
-                let slow = self.number("rope.scaling.yarn_beta_slow")?;
-                // Files have no key for it.
-                yarn.truncate = config.family != LlamaFamily::GptOss;
-                // llama.cpp assumes 1 for the other `mscale`. Early files of Ministral 3, whose scales are 1, lack the key.
-                let all_dim = self.number("rope.scaling.yarn_log_multiplier")?;
-                // Files of DeepSeek have a tenth of it, for both.
-                let is_deepseek = config.family.is_deepseek();
-                let all_dim = all_dim.map(|tenth| if is_deepseek { tenth * 10.0 } else { tenth });
-                let of_family = (config.family == LlamaFamily::Ministral3).then_some(1.0);
-                yarn.mscale_all_dim = all_dim.or(of_family);
-                yarn.mscale = yarn
-                    .mscale_all_dim
-                    .map(|all| if is_deepseek { all } else { 1.0 });
-                yarn.beta_fast = fast.unwrap_or(yarn.beta_fast);
-                yarn.beta_slow = slow.unwrap_or(yarn.beta_slow);
-                // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
-                yarn.attention_factor = attention
-                    .filter(|&attention| attention != 1.0)
-                    .map(|attention| attention * yarn.attention_scale());
-                RopeScaling::Yarn(yarn)
-            }
-            ("longrope", factor) => {
-                let original = original()?;
-                let ratio = config.max_position_embeddings as f64 / original as f64;
-                let lists = ["rope_factors_short.weight", "rope_factors_long.weight"];
-                let [short, long] = lists.map(|name| self.factors(name));
-                let (Some(short_factor), Some(long_factor)) = (short?, long?) else {
-                    return Err(self.wrong(
-                        key,
-                        "another type, unless the file has rope_factors_short and _long",
-                    ));
-                };
-                RopeScaling::LongRope(LongRope {
-                    short_factor,
-                    long_factor,
-                    original_max_position_embeddings: original,
-                    factor: factor.unwrap_or(ratio),
-                    attention_factor: attention,
-                })
-            }
-            ("none", _) | ("linear" | "yarn", None) => RopeScaling::Default,
-            _ => return Err(self.wrong(key, "none, linear, yarn or longrope")),
-        })
-    }
-
-    /// Reads the elements of a small tensor.
-    pub(super) fn factors(&self, name: &str) -> Result<Option<Vec<f64>>> {
-        let Some(tensor) = self.file.tensor(name) else {
-            return Ok(None);
-        };
-        let numbers = tensor
-            .dequantize(None, Kind::Double, Device::Cpu)?
-            .f_reshape([-1])?;
-        Ok(Some(Vec::try_from(&numbers)?))
-    }
-
     pub(super) fn vocabulary(&self) -> Result<i64> {
         // The rows of the table, which may be padded beyond the tokens of the vocabulary.
         let table = self.file.tensor("token_embd.weight");
@@ -475,7 +380,7 @@ impl Keys<'_> {
     }
 
     /// Checks that a number, if the file has it, is the one that is implemented.
-    fn only(&self, name: &str, implemented: f64) -> Result<()> {
+    pub(super) fn only(&self, name: &str, implemented: f64) -> Result<()> {
         match self.number(name)? {
             Some(found) if found != implemented => Err(Error::Unsupported {
                 key: self.key(name),
@@ -501,58 +406,4 @@ impl Keys<'_> {
         let found = found.map_or("missing".to_owned(), |value| format!("{value:?}"));
         Common::option(self.key(name), found, expected.to_owned()).into()
     }
-}
-
-/// Returns the divisor of a frequency in Llama 3.1's scaling. `place` is the number of its pair of channels, divided by
-/// that of all pairs.
-pub(super) fn llama3_divisor(
-    theta: f64,
-    place: f64,
-    original: f64,
-    (low, high): (f64, f64),
-    factor: f64,
-) -> f64 {
-    let wavelength = std::f64::consts::TAU * theta.powf(place);
-    let rotations = original / wavelength;
-    if rotations > high {
-        return 1.0;
-    }
-    if rotations < low {
-        return factor;
-    }
-    let smooth = (rotations - low) / (high - low);
-    1.0 / ((1.0 - smooth) / factor + smooth)
-}
-
-/// Returns the scaling by the divisors `factors`: Llama 3.1's if its formula gives them, else LongRoPE with the
-/// same divisors at every length.
-fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
-    // The slowest frequency is divided by the whole factor.
-    let factor = factors.iter().copied().fold(1.0, f64::max);
-    // The constants of Llama 3.1 to 3.3, which a GGUF file does not store.
-    let original = 8192;
-    let (low, high) = (1.0, 4.0);
-    let pairs = factors.len() as f64;
-    let standard = |index: usize| {
-        let (theta, place) = (config.rope_theta, index as f64 / pairs);
-        llama3_divisor(theta, place, original as f64, (low, high), factor)
-    };
-    // The file has fp32 divisors; another scaling differs by far more than their rounding.
-    let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;
-    if factors.iter().enumerate().all(is_standard) {
-        return RopeScaling::Llama3 {
-            factor,
-            low_freq_factor: low,
-            high_freq_factor: high,
-            original_max_position_embeddings: original,
-        };
-    }
-    // Divisors of another formula apply at every length, as llama.cpp applies them.
-    RopeScaling::LongRope(LongRope {
-        short_factor: factors.clone(),
-        long_factor: factors,
-        original_max_position_embeddings: config.max_position_embeddings,
-        factor: 1.0,
-        attention_factor: Some(1.0),
-    })
 }

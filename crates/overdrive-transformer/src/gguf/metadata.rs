@@ -10,7 +10,7 @@ use crate::{Error, Result};
 
 /// The keys of `general.architecture` and of the architecture, and what a loader reads from tensors.
 pub(super) struct Metadata {
-    architecture: &'static str,
+    pub(super) architecture: &'static str,
     pub(super) values: BTreeMap<String, GgufValue>,
     /// Small tensors of rotary frequencies: name and elements.
     pub(super) rope: Vec<(&'static str, Vec<f64>)>,
@@ -214,7 +214,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
     }
     match &config.per_layer {
         Some(sizes) => super::gemma::metadata(&mut own, config, sizes)?,
-        None => rope(&mut own, config)?,
+        None => super::rope::metadata(&mut own, config)?,
     }
     Ok(own)
 }
@@ -353,96 +353,6 @@ fn has_usual_windows(own: &Metadata, config: &LlamaConfig, every: i64) -> Result
         "scaled",
         "not scaled",
     )
-}
-
-fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
-    let kind = match &config.rope_scaling {
-        RopeScaling::Default => return Ok(()),
-        RopeScaling::Linear { factor } => {
-            own.number("rope.scaling.factor", *factor);
-            "linear"
-        }
-        RopeScaling::Yarn(yarn) => {
-            let truncates = config.family != LlamaFamily::GptOss;
-            let (key, found) = ("truncate", yarn.truncate);
-            own.only(found == truncates, key, found, &truncates.to_string())?;
-            own.number("rope.scaling.factor", yarn.factor);
-            own.sizes([(
-                "rope.scaling.original_context_length",
-                yarn.original_max_position_embeddings,
-            )])?;
-            own.number("rope.scaling.yarn_beta_fast", yarn.beta_fast);
-            own.number("rope.scaling.yarn_beta_slow", yarn.beta_slow);
-            // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
-            let mut usual = crate::Yarn::new(yarn.factor, yarn.original_max_position_embeddings);
-            if let (Some(1.0), Some(all_dim)) = (yarn.mscale, yarn.mscale_all_dim) {
-                own.number("rope.scaling.yarn_log_multiplier", all_dim);
-                (usual.mscale, usual.mscale_all_dim) = (yarn.mscale, yarn.mscale_all_dim);
-            }
-            let attention = yarn.attention_scale() / usual.attention_scale();
-            if attention != 1.0 {
-                own.number("rope.scaling.attn_factor", attention);
-            }
-            "yarn"
-        }
-        RopeScaling::LongRope(long) => {
-            let has_factors = ["llama", "phi3"].contains(&own.architecture);
-            own.only(
-                has_factors,
-                "rope_type",
-                "longrope",
-                "default, linear, yarn",
-            )?;
-            own.sizes([(
-                "rope.scaling.original_context_length",
-                long.original_max_position_embeddings,
-            )])?;
-            own.number("rope.scaling.attn_factor", long.attention_scale());
-            own.rope
-                .push(("rope_factors_long.weight", long.long_factor.clone()));
-            own.rope
-                .push(("rope_factors_short.weight", long.short_factor.clone()));
-            "longrope"
-        }
-        &RopeScaling::Llama3 {
-            factor,
-            low_freq_factor,
-            high_freq_factor,
-            original_max_position_embeddings,
-        } => {
-            own.only(
-                own.architecture == "llama",
-                "rope_type",
-                "llama3",
-                "default, linear, yarn",
-            )?;
-            let bounds = (low_freq_factor, high_freq_factor);
-            let original = original_max_position_embeddings as f64;
-            let pairs = config.rotary_dim() / 2;
-            let divisor = |pair: i64| {
-                super::config::llama3_divisor(
-                    config.rope_theta,
-                    pair as f64 / pairs as f64,
-                    original,
-                    bounds,
-                    factor,
-                )
-            };
-            own.rope
-                .push(("rope_freqs.weight", (0..pairs).map(divisor).collect()));
-            return Ok(());
-        }
-        RopeScaling::Dynamic { .. } | RopeScaling::Proportional { .. } => {
-            let found = match &config.rope_scaling {
-                RopeScaling::Dynamic { .. } => "dynamic",
-                _ => "proportional",
-            };
-            let supported = "default, linear, yarn, longrope, llama3";
-            return Err(own.without("rope_type", found, supported));
-        }
-    };
-    own.put("rope.scaling.type", GgufValue::String(kind.to_owned()));
-    Ok(())
 }
 
 fn of_gpt2(config: &Gpt2Config) -> Result<Metadata> {

@@ -13,6 +13,7 @@ mod load;
 mod metadata;
 mod names;
 mod placement;
+mod rope;
 mod save;
 
 pub use adapter::save_gguf_adapter;
