@@ -32,6 +32,41 @@ fn step_of(path: &Path) -> Option<u64> {
     (name == format!("{PREFIX}{step}")).then_some(step)
 }
 
+/// Returns `true` for the name of a folder with the snapshots of an abandoned branch.
+fn is_abandoned(path: &Path) -> bool {
+    is_numbered(path, ABANDONED)
+}
+
+fn is_numbered(path: &Path, prefix: &str) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = name.strip_prefix(prefix);
+    number.is_some_and(|number| number.parse::<u64>().is_ok())
+}
+
+/// Returns the folders and files in `folder` that have the name of a snapshot.
+pub(crate) fn named(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).map_err(CommonError::io("list", folder))?;
+    let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
+    Ok(paths.filter(|path| is_numbered(path, PREFIX)).collect())
+}
+
+/// Returns the folders in `folder` with the snapshots of abandoned branches.
+pub(crate) fn abandoned(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = folders(folder)?;
+    found.retain(|path| is_abandoned(path));
+    Ok(found)
+}
+
+/// Returns the folder of the run to which the snapshot at `path` belongs.
+pub(crate) fn run_of(path: &Path) -> Option<&Path> {
+    let parent = path.parent()?;
+    // A snapshot of an abandoned branch lies one folder deeper.
+    match is_abandoned(parent) {
+        true => parent.parent(),
+        false => Some(parent),
+    }
+}
+
 /// The snapshots in a folder.
 #[derive(Debug, Default)]
 pub(crate) struct Listing {

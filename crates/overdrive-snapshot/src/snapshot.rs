@@ -41,6 +41,28 @@ impl Snapshot {
         crate::folder::list(folder.as_ref())
     }
 
+    /// Returns the folders and files in the folder of a run that have the name of a snapshot, such as `checkpoint-120`,
+    /// whether they are complete snapshots or not.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if the folder cannot be read.
+    pub fn named(run: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+        crate::folder::named(run.as_ref())
+    }
+
+    /// Returns the folders `abandoned-<n>` in the folder of a run: each has the snapshots of an abandoned branch.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if the folder cannot be read.
+    pub fn abandoned(run: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+        crate::folder::abandoned(run.as_ref())
+    }
+
+    /// Returns the folder of the run to which a snapshot in the folder `path` belongs, also one of an abandoned branch.
+    pub fn run_folder(path: &Path) -> Option<&Path> {
+        crate::folder::run_of(path)
+    }
+
     /// Opens a snapshot by its manifest: checks that the files exist with the right lengths, but does not read them.
     ///
     /// # Errors
