@@ -1,7 +1,11 @@
 //! SHA-256 digests as values.
 
 use std::fmt;
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::Path;
 
+use overdrive_core::Error as CommonError;
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
@@ -29,6 +33,20 @@ impl Sha256Digest {
         hasher.finish()
     }
 
+    /// Returns a digest of the lengths of these files and of 64 evenly spaced blocks of each, the first and the last among
+    /// them. It identifies files that are too large to be read, such as weights, all of which training changes.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) if a file cannot be read.
+    pub fn sampled(paths: impl IntoIterator<Item = impl AsRef<Path>>) -> crate::Result<Self> {
+        let mut sample = Vec::new();
+        for path in paths {
+            let path = path.as_ref();
+            read_sample(path, &mut sample).map_err(CommonError::io("read", path))?;
+        }
+        Ok(Self::of(&sample))
+    }
+
     /// Returns `true` for any value other than [`Sha256Digest::UNKNOWN`].
     pub fn is_known(&self) -> bool {
         *self != Self::UNKNOWN
@@ -44,6 +62,22 @@ impl Sha256Digest {
     pub(crate) fn finish(hasher: Sha256) -> Self {
         Self(hasher.finalize().into())
     }
+}
+
+/// Appends the length of a file and evenly spaced blocks of it.
+fn read_sample(path: &Path, into: &mut Vec<u8>) -> io::Result<()> {
+    const BLOCKS: u64 = 64;
+    const BYTES: u64 = 4096;
+    let mut file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    into.extend(bytes.to_le_bytes());
+    let last = bytes.saturating_sub(BYTES);
+    for block in 0..BLOCKS {
+        let start = u128::from(last) * u128::from(block) / u128::from(BLOCKS - 1);
+        file.seek(SeekFrom::Start(u64::try_from(start).unwrap_or(last)))?;
+        Read::by_ref(&mut file).take(BYTES).read_to_end(into)?;
+    }
+    Ok(())
 }
 
 impl fmt::Display for Sha256Digest {
