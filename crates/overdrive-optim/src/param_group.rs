@@ -132,6 +132,30 @@ impl DecayRule {
             })
             .collect()
     }
+
+    /// Splits parameters as [`groups`](Self::groups) does, with a group `muon` before the others: the decayed matrices
+    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`), which [`Muon`](crate::Muon) is not made for.
+    #[must_use]
+    pub fn groups_with_muon(
+        &self,
+        named_parameters: impl IntoIterator<Item = (String, Tensor)>,
+        weight_decay: f64,
+    ) -> Vec<ParamGroup> {
+        let is_table = |name: &str| {
+            let mut tables = EMBEDDING_NAMES.into_iter();
+            name.contains("lm_head") || tables.any(|table| name.contains(table))
+        };
+        let (matrices, others): (Vec<_>, Vec<_>) =
+            named_parameters.into_iter().partition(|(name, tensor)| {
+                tensor.dim() == 2 && self.decays(name, 2) && !is_table(name)
+            });
+        let mut groups = self.groups(matrices, weight_decay);
+        groups
+            .iter_mut()
+            .for_each(|group| group.name = "muon".to_owned());
+        groups.extend(self.groups(others, weight_decay));
+        groups
+    }
 }
 
 /// Splits parameters into groups by the default [`DecayRule`], which excludes biases and norms from weight
