@@ -102,8 +102,8 @@ impl TrainingArguments {
         &self,
         shape: DecoderShape,
         options: &TuneOptions,
-        trial: impl FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
+        mut trial: impl FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
     ) -> Result<Tuning, E> {
-        Search::new(self, shape, options, trial)?.run()
+        Search::new(self, shape, options, &mut trial)?.run()
     }
 }

@@ -1,7 +1,5 @@
 //! The order of the trials.
 
-use std::marker::PhantomData;
-
 use overdrive_accumulation::BatchPlan;
 use overdrive_core::units;
 use overdrive_precision::Precision;
@@ -21,28 +19,23 @@ const PATIENCE: usize = 2;
 const LOADING: f64 = 0.01;
 
 /// The state of a search.
-pub(super) struct Search<'a, F, E> {
+pub(super) struct Search<'a, E> {
     arguments: &'a TrainingArguments,
     shape: DecoderShape,
     options: &'a TuneOptions,
-    trial: F,
+    trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
     trials: usize,
     /// All divisors of the effective batch, the largest first.
     batches: Vec<BatchPlan>,
     rows: Vec<TuneRow>,
-    errors: PhantomData<E>,
 }
 
-impl<'a, F, E> Search<'a, F, E>
-where
-    F: FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
-    E: From<Error>,
-{
+impl<'a, E: From<Error>> Search<'a, E> {
     pub(super) fn new(
         arguments: &'a TrainingArguments,
         shape: DecoderShape,
         options: &'a TuneOptions,
-        trial: F,
+        trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
     ) -> Result<Self, E> {
         let effective = TrainingArguments {
             per_device_train_batch_size: arguments.sequences_per_step(),
@@ -57,7 +50,6 @@ where
             trial,
             trials: 0,
             rows: Vec::new(),
-            errors: PhantomData,
         })
     }
 
@@ -174,15 +166,11 @@ where
                 dataloader_num_workers,
                 ..row.candidate
             };
-            match share < LOADING {
-                true => {
-                    let share = 100.0 * share;
-                    let reason = format!("data loading takes {share:.2}% of the step");
-                    self.leave_out(candidate, &reason)?;
-                }
-                false => {
-                    self.rate(candidate)?;
-                }
+            if share < LOADING {
+                let reason = format!("data loading takes {:.2}% of the step", 100.0 * share);
+                self.leave_out(candidate, &reason)?;
+            } else {
+                self.rate(candidate)?;
             }
         }
         Ok(())
@@ -234,13 +222,17 @@ where
             return Ok(rate(row));
         }
         let limit = self.options.limit_bytes;
-        if !self.fits(&candidate)? {
-            let reason = format!("the estimate is above {}", units::bytes(limit));
-            self.leave_out(candidate, &reason)?;
-            return Ok(None);
-        }
-        if self.trials >= self.options.max_trials {
-            let reason = format!("all {} trials are used up", self.options.max_trials);
+        let reason = if !self.fits(&candidate)? {
+            Some(format!("the estimate is above {}", units::bytes(limit)))
+        } else if self.trials >= self.options.max_trials {
+            Some(format!(
+                "all {} trials are used up",
+                self.options.max_trials
+            ))
+        } else {
+            None
+        };
+        if let Some(reason) = reason {
             self.leave_out(candidate, &reason)?;
             return Ok(None);
         }
