@@ -1,10 +1,11 @@
 //! The estimate of the memory with adapters and quantized weights.
 
 use overdrive_precision::Precision;
-use overdrive_profiling::{DecoderShape, MemoryPlan, MemoryPrecision, Recomputation};
+use overdrive_profiling::DecoderShape;
 
 use super::{RecommendedSettings, TrainedWeights};
 use crate::Result;
+use crate::arguments::TrainingArguments;
 
 /// The rank of the adapters.
 const RANK: u64 = 16;
@@ -20,19 +21,14 @@ pub(super) fn peak(
     length: u64,
 ) -> Result<u64> {
     let half = matches!(settings.precision, Precision::Bf16 | Precision::Fp16);
-    let mut plan = MemoryPlan::new(shape, settings.batch.micro_batch(), length);
-    plan.precision = match half {
-        true => MemoryPrecision::Autocast,
-        false => MemoryPrecision::Fp32,
+    let mut arguments = TrainingArguments {
+        context_length: length,
+        ..TrainingArguments::default()
     };
-    plan.fused_kernels = true;
-    plan.recomputation = match settings.gradient_checkpointing {
-        true => Recomputation::EveryBlock,
-        false => Recomputation::Never,
-    };
-    plan.optimizer = settings.optim.recipe().memory;
-    plan.accumulates = settings.batch.accumulation_steps() > 1;
-    let all = plan.estimate()?;
+    settings.apply(&mut arguments);
+    let all = arguments
+        .memory_plan_of(shape, settings.precision)
+        .estimate()?;
     let stored = if half { 2 } else { 4 };
     let tables = if shape.tied_embeddings { 1 } else { 2 };
     let embeddings = tables * shape.vocabulary * shape.hidden;

@@ -15,9 +15,11 @@ use overdrive_profiling::DecoderShape;
 pub use device::{Attention, DeviceFacts, DeviceKind};
 pub use table::{DEVICES, MODELS, ModelSize};
 
+use OptimizerName::{Adamw8bit, AdamwTorchFused};
+use TrainedWeights::{All, Lora, Qlora};
+
 use crate::Result;
 use crate::arguments::{OptimizerName, TrainingArguments};
-use crate::run::accumulation_error;
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.
@@ -44,17 +46,6 @@ impl Task {
             Self::Finetune => 16,
         }
     }
-
-    fn methods(self) -> &'static [TrainedWeights] {
-        match self {
-            Self::Train => &[TrainedWeights::All],
-            Self::Finetune => &[
-                TrainedWeights::All,
-                TrainedWeights::Lora,
-                TrainedWeights::Qlora,
-            ],
-        }
-    }
 }
 
 /// The weights that are trained.
@@ -68,6 +59,18 @@ pub enum TrainedWeights {
     /// Adapters beside weights in 4 bits (QLoRA).
     Qlora,
 }
+
+/// The weights that are trained, the checkpointing and the optimizer to try, those that cost no time first. The states of
+/// adapters are small, so they need no 8-bit optimizer.
+const CHOICES: [(TrainedWeights, bool, OptimizerName); 7] = [
+    (All, false, AdamwTorchFused),
+    (All, true, AdamwTorchFused),
+    (All, true, Adamw8bit),
+    (Lora, false, AdamwTorchFused),
+    (Lora, true, AdamwTorchFused),
+    (Qlora, false, AdamwTorchFused),
+    (Qlora, true, AdamwTorchFused),
+];
 
 /// Recommended settings. [`Display`](fmt::Display) is one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,17 +125,25 @@ impl RecommendedSettings {
     ) -> Result<Option<Self>> {
         let limit = device.usable_memory();
         let batch =
-            BatchPlan::from_micro_batch(task.effective_batch(), largest(device, length, task), 1)
-                .map_err(accumulation_error)?;
+            BatchPlan::from_micro_batch(task.effective_batch(), largest(device, length, task), 1)?;
+        // New weights are all trained.
+        let choices = CHOICES.iter();
+        let choices = choices.filter(|choice| task == Task::Finetune || choice.0 == All);
         for least in [LEAST_MICRO_BATCH, 1] {
-            for candidate in candidates(device, task, batch) {
+            for &(trains, gradient_checkpointing, optim) in choices.clone() {
                 for plan in TrainingArguments::batch_plans(batch) {
                     if plan.micro_batch() < least.min(batch.micro_batch()) {
                         break;
                     }
                     let mut settings = Self {
+                        precision: device.precision(),
+                        attention: device.attention(),
+                        trains,
                         batch: plan,
-                        ..candidate
+                        gradient_checkpointing,
+                        optim,
+                        dataloader_num_workers: device.workers(),
+                        estimated_bytes: 0,
                     };
                     settings.estimated_bytes = estimate::peak(&settings, shape, length)?;
                     if settings.estimated_bytes <= limit {
@@ -167,35 +178,6 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
     }
 }
 
-/// Returns the settings without batch and estimate, those that cost no time first.
-fn candidates(
-    device: &DeviceFacts,
-    task: Task,
-    batch: BatchPlan,
-) -> impl Iterator<Item = RecommendedSettings> {
-    let device = device.clone();
-    let of = move |trains, gradient_checkpointing, optim| RecommendedSettings {
-        precision: device.precision(),
-        attention: device.attention(),
-        trains,
-        batch,
-        gradient_checkpointing,
-        optim,
-        dataloader_num_workers: device.workers(),
-        estimated_bytes: 0,
-    };
-    let methods = task.methods().iter();
-    methods.flat_map(move |&trains| {
-        let adamw = OptimizerName::AdamwTorchFused;
-        let mut all = vec![of(trains, false, adamw), of(trains, true, adamw)];
-        // The states of adapters are small.
-        if trains == TrainedWeights::All {
-            all.push(of(trains, true, OptimizerName::Adamw8bit));
-        }
-        all
-    })
-}
-
 impl fmt::Display for RecommendedSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scaling = match self.precision {
@@ -217,9 +199,9 @@ impl RecommendedSettings {
     /// Returns the weights, the batch and what saves memory, in short: `LoRA, 4 × 4, checkpointing`.
     pub fn choice(&self) -> String {
         let weights = match self.trains {
-            TrainedWeights::All => "all weights",
-            TrainedWeights::Lora => "LoRA",
-            TrainedWeights::Qlora => "QLoRA",
+            All => "all weights",
+            Lora => "LoRA",
+            Qlora => "QLoRA",
         };
         let mut text = format!(
             "{weights}, {} × {}",
@@ -229,7 +211,7 @@ impl RecommendedSettings {
         if self.gradient_checkpointing {
             text += ", checkpointing";
         }
-        if self.optim == OptimizerName::Adamw8bit {
+        if self.optim == Adamw8bit {
             text += ", adamw_8bit";
         }
         text

@@ -59,64 +59,46 @@ pub struct ModelSize {
     pub shape: DecoderShape,
 }
 
-const LLAMA_8B: DecoderShape = DecoderShape {
-    layers: 32,
-    hidden: 4096,
-    intermediate: 14_336,
-    heads: 32,
-    kv_heads: 8,
-    head_dim: 128,
-    vocabulary: 128_256,
-    tied_embeddings: false,
-    experts: None,
-};
+/// Returns a model of these layers, hidden size, intermediate size, heads, key and value heads, size of a head, and
+/// vocabulary.
+const fn model(
+    name: &'static str,
+    example: &'static str,
+    sizes: [u64; 7],
+    tied_embeddings: bool,
+) -> ModelSize {
+    let [
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        head_dim,
+        vocabulary,
+    ] = sizes;
+    let shape = DecoderShape {
+        layers,
+        hidden,
+        intermediate,
+        heads,
+        kv_heads,
+        head_dim,
+        vocabulary,
+        tied_embeddings,
+        experts: None,
+    };
+    ModelSize {
+        name,
+        example,
+        shape,
+    }
+}
 
 /// The models of the guide's tables, smallest first.
+#[rustfmt::skip]
 pub static MODELS: [ModelSize; 4] = [
-    ModelSize {
-        name: "135M",
-        example: "SmolLM2-135M",
-        shape: DecoderShape {
-            layers: 30,
-            hidden: 576,
-            intermediate: 1536,
-            heads: 9,
-            kv_heads: 3,
-            head_dim: 64,
-            vocabulary: 49_152,
-            tied_embeddings: true,
-            experts: None,
-        },
-    },
-    ModelSize {
-        name: "1.1B",
-        example: "TinyLlama-1.1B",
-        shape: DecoderShape {
-            layers: 22,
-            hidden: 2048,
-            intermediate: 5632,
-            heads: 32,
-            kv_heads: 4,
-            head_dim: 64,
-            vocabulary: 32_000,
-            ..LLAMA_8B
-        },
-    },
-    ModelSize {
-        name: "3.2B",
-        example: "Llama-3.2-3B",
-        shape: DecoderShape {
-            layers: 28,
-            hidden: 3072,
-            intermediate: 8192,
-            heads: 24,
-            tied_embeddings: true,
-            ..LLAMA_8B
-        },
-    },
-    ModelSize {
-        name: "8.0B",
-        example: "Llama-3.1-8B",
-        shape: LLAMA_8B,
-    },
+    model("135M", "SmolLM2-135M", [30, 576, 1536, 9, 3, 64, 49_152], true),
+    model("1.1B", "TinyLlama-1.1B", [22, 2048, 5632, 32, 4, 64, 32_000], false),
+    model("3.2B", "Llama-3.2-3B", [28, 3072, 8192, 24, 8, 128, 128_256], true),
+    model("8.0B", "Llama-3.1-8B", [32, 4096, 14_336, 32, 8, 128, 128_256], false),
 ];
