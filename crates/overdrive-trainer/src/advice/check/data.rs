@@ -3,6 +3,7 @@
 use overdrive_core::units;
 
 use super::Finding;
+use super::Severity::{Failure, Warning};
 use crate::Error;
 use crate::arguments::TrainingArguments;
 use crate::data::TextData;
@@ -23,11 +24,9 @@ pub(super) fn findings(
         Ok(data) => data,
         // Errors of the data already name their remedy.
         Err(error) => {
-            return vec![Finding::failure(
-                "data",
-                error.to_string(),
-                "change `data` (`--data`) or the named key; the run would end with this error",
-            )];
+            let remedy =
+                "change `data` (`--data`) or the named key; the run would end with this error";
+            return vec![Finding::fine("data", error.to_string()).or(true, Failure, remedy)];
         }
     };
     let tokens = data.train.len() as u64;
@@ -47,17 +46,11 @@ fn amount(arguments: &TrainingArguments, data: &TextData, tokens: u64) -> Findin
         plan.total_steps as f64 / plan.steps_per_epoch as f64
     });
     let what = format!("{what}; the run passes over them {passes:.1} times");
-    if passes > WORTHWHILE_PASSES {
-        return Finding::warning(
-            "data",
-            what,
-            format!(
-                "give more text or fewer steps (`max_steps`, `num_train_epochs`): beyond {WORTHWHILE_PASSES} passes \
-                 repeated text teaches a model less and less"
-            ),
-        );
-    }
-    Finding::fine("data", what)
+    let remedy = format!(
+        "give more text or fewer steps (`max_steps`, `num_train_epochs`): beyond {WORTHWHILE_PASSES} passes \
+         repeated text teaches a model less and less"
+    );
+    Finding::fine("data", what).or(passes > WORTHWHILE_PASSES, Warning, remedy)
 }
 
 /// Returns the finding about the tokenizer; `None` if the bytes of the text are not known.
@@ -68,13 +61,8 @@ fn tokenizer(data: &TextData) -> Option<Finding> {
         "{per_token:.2} bytes of text a token, {} tokens in the vocabulary",
         data.vocab_size()
     );
-    Some(match per_token < LEAST_BYTES_PER_TOKEN {
-        true => Finding::warning(
-            "tokenizer",
-            what,
-            "give a tokenizer that was made for this language and kind of text, raise `vocab_size`, or leave \
-             `tokenizer` out, so that one is trained on the data",
-        ),
-        false => Finding::fine("tokenizer", what),
-    })
+    let remedy = "give a tokenizer that was made for this language and kind of text, raise `vocab_size`, or leave \
+                  `tokenizer` out, so that one is trained on the data";
+    let unsuited = per_token < LEAST_BYTES_PER_TOKEN;
+    Some(Finding::fine("tokenizer", what).or(unsuited, Warning, remedy))
 }

@@ -2,6 +2,7 @@
 
 use overdrive_core::units;
 
+use super::Severity::Failure;
 use super::{Finding, MachineFacts, Sizes};
 use crate::Result;
 use crate::arguments::{SaveStrategy, TrainingArguments};
@@ -20,13 +21,8 @@ pub(super) fn finding(
         .memory_plan(sizes.vocabulary, facts.precision)
         .shape;
     let weights = WEIGHT.saturating_mul(shape.parameters());
-    let averages = if arguments.ema_decay.is_some() {
-        weights
-    } else {
-        0
-    };
     // The model and its averages are written at the end, in addition to the snapshots.
-    let model = weights.saturating_add(averages);
+    let model = weights.saturating_mul(1 + u64::from(arguments.ema_decay.is_some()));
     let snapshot = model.saturating_add(arguments.optim.recipe().stored.bytes(&shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
@@ -49,28 +45,19 @@ pub(super) fn finding(
         return Ok(Finding::fine("disk", what));
     };
     let what = format!("{what}; {} are free", units::bytes(free));
-    if needed > free {
-        return Ok(Finding::failure(
-            "disk",
-            what,
-            "keep fewer snapshots (`save_total_limit: 2`, `save_steps`), or write to another disk (`--out DIR`)",
-        ));
-    }
-    Ok(Finding::fine("disk", what))
+    let remedy = "keep fewer snapshots (`save_total_limit: 2`, `save_steps`), or write to another disk (`--out DIR`)";
+    Ok(Finding::fine("disk", what).or(needed > free, Failure, remedy))
 }
 
 /// Returns the greatest number of snapshots that lie on the disk at the same time.
 fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
-    let written = match arguments.save_strategy {
+    let every = match arguments.save_strategy {
         SaveStrategy::No => return 0,
         // At most one snapshot per evaluation.
-        SaveStrategy::Best => plan
-            .eval_steps
-            .map_or(1, |every| plan.total_steps.div_ceil(every)),
-        SaveStrategy::Steps | SaveStrategy::Epoch => plan
-            .save_steps
-            .map_or(1, |every| plan.total_steps.div_ceil(every)),
+        SaveStrategy::Best => plan.eval_steps,
+        SaveStrategy::Steps | SaveStrategy::Epoch => plan.save_steps,
     };
+    let written = every.map_or(1, |every| plan.total_steps.div_ceil(every));
     let limit = arguments.save_total_limit.map_or(u64::MAX, |limit| {
         // The new snapshot is complete before the oldest is removed, and the best is kept beside the newest.
         let best = u64::from(plan.eval_steps.is_some() && limit == 1);

@@ -2,24 +2,23 @@
 
 use overdrive_core::units;
 
+use super::Severity::Warning;
 use super::{Finding, MachineFacts};
 
 /// Returns the finding about the precision.
 pub(super) fn precision(facts: &MachineFacts) -> Finding {
     let (chosen, best) = (facts.precision, facts.recommended.precision);
     let reason = &facts.recommended.reason;
-    if let Some(warning) = &facts.precision_warning {
-        let remedy = format!("leave `bf16`, `fp16` and `tf32` out, which selects {best}");
-        return Finding::warning("precision", format!("{chosen}: {warning}"), remedy);
-    }
-    if chosen == best {
-        return Finding::fine("precision", format!("{chosen}: {reason}"));
-    }
-    Finding::warning(
-        "precision",
-        format!("{chosen}, and {best} is recommended: {reason}"),
-        format!("leave `bf16`, `fp16`, `tf32` and `auto_precision` out, which selects {best}"),
-    )
+    let (what, keys) = match &facts.precision_warning {
+        Some(warning) => (format!("{chosen}: {warning}"), "`bf16`, `fp16` and `tf32`"),
+        None if chosen == best => (format!("{chosen}: {reason}"), ""),
+        None => (
+            format!("{chosen}, and {best} is recommended: {reason}"),
+            "`bf16`, `fp16`, `tf32` and `auto_precision`",
+        ),
+    };
+    let remedy = format!("leave {keys} out, which selects {best}");
+    Finding::fine("precision", what).or(!keys.is_empty(), Warning, remedy)
 }
 
 /// Returns the finding about other processes on the GPU, if there are any.
@@ -32,16 +31,13 @@ pub(super) fn other_processes(facts: &MachineFacts) -> Option<Finding> {
             None => process.pid.to_string(),
         })
         .collect();
-    (!others.is_empty()).then(|| {
-        Finding::warning(
-            "processes",
-            format!(
-                "other processes compute on the GPU: {}; they share its time and its memory",
-                listed.join(", ")
-            ),
-            "end them, or select another GPU with CUDA_VISIBLE_DEVICES",
-        )
-    })
+    let what = format!(
+        "other processes compute on the GPU: {}; they share its time and its memory",
+        listed.join(", ")
+    );
+    let remedy = "end them, or select another GPU with CUDA_VISIBLE_DEVICES";
+    let finding = Finding::fine("processes", what).or(true, Warning, remedy);
+    (!others.is_empty()).then_some(finding)
 }
 
 /// Returns the finding about the threads of `processes` processes.
@@ -56,19 +52,13 @@ pub(super) fn threads(facts: &MachineFacts, processes: usize) -> Finding {
     };
     if all > processors {
         let best = (processors / processes.max(1)).max(1);
-        return Finding::warning(
-            "threads",
-            format!("{what}: they wait for one another"),
-            format!("`--threads {best}`, or OMP_NUM_THREADS={best}"),
-        );
+        let what = format!("{what}: they wait for one another");
+        let remedy = format!("`--threads {best}`, or OMP_NUM_THREADS={best}");
+        return Finding::fine("threads", what).or(true, Warning, remedy);
     }
     // A quarter allows for hyper-threads: libtorch uses one thread per core.
-    if all * 4 < processors && facts.device == tch::Device::Cpu {
-        return Finding::warning(
-            "threads",
-            format!("{what}: most of them are idle"),
-            "leave `--threads` and OMP_NUM_THREADS out, or raise them to the number of cores",
-        );
-    }
-    Finding::fine("threads", what)
+    let idle = all * 4 < processors && facts.device == tch::Device::Cpu;
+    let what = what + if idle { ": most of them are idle" } else { "" };
+    let remedy = "leave `--threads` and OMP_NUM_THREADS out, or raise them to the number of cores";
+    Finding::fine("threads", what).or(idle, Warning, remedy)
 }

@@ -2,7 +2,7 @@
 
 use overdrive_core::units;
 
-use super::{Finding, MachineFacts, Sizes};
+use super::{Finding, MachineFacts, Severity, Sizes};
 use crate::Result;
 use crate::arguments::TrainingArguments;
 
@@ -35,11 +35,11 @@ pub(super) fn finding(
         return Ok(Finding::fine("memory", what));
     };
     let what = format!("{what}; {} are free", units::bytes(free));
-    if (needed as f64) < free as f64 * (1.0 - TOLERANCE) {
-        return Ok(Finding::fine("memory", what));
-    }
     // A little less than the free memory, so that the advised settings do not need all of it.
     let target = (free as f64 * (1.0 - TOLERANCE)) as u64;
+    if needed < target {
+        return Ok(Finding::fine("memory", what));
+    }
     let advice = plan.advice(target / shared_by)?;
     let changes: Vec<String> = advice.changes.iter().map(ToString::to_string).collect();
     let remedy = match changes.is_empty() {
@@ -52,8 +52,9 @@ pub(super) fn finding(
     };
     // The run itself halves the micro-batch until it fits.
     let shrinks = arguments.auto_find_batch_size && advice.largest_batch > 0;
-    Ok(match needed > free && !shrinks {
-        true => Finding::failure("memory", what, remedy),
-        false => Finding::warning("memory", what, remedy),
-    })
+    let severity = match needed > free && !shrinks {
+        true => Severity::Failure,
+        false => Severity::Warning,
+    };
+    Ok(Finding::fine("memory", what).or(true, severity, remedy))
 }

@@ -53,18 +53,15 @@ impl Finding {
         }
     }
 
-    fn warning(subject: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self {
-            severity: Severity::Warning,
-            remedy: remedy.into(),
-            ..Self::fine(subject, what)
-        }
-    }
-
-    fn failure(subject: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self {
-            severity: Severity::Failure,
-            ..Self::warning(subject, what, remedy)
+    /// Returns the finding with this weight and this remedy where `bad` is `true`.
+    fn or(self, bad: bool, severity: Severity, remedy: impl Into<String>) -> Self {
+        match bad {
+            true => Self {
+                severity,
+                remedy: remedy.into(),
+                ..self
+            },
+            false => self,
         }
     }
 }

@@ -3,6 +3,7 @@
 use overdrive_profiling::{MemoryAttention, MemoryPlan, Recomputation};
 use tch::Device;
 
+use super::Severity::Warning;
 use super::{Finding, MachineFacts, Sizes};
 use crate::Result;
 use crate::arguments::{IntervalStrategy, SequenceMode, TrainingArguments};
@@ -19,35 +20,57 @@ pub(super) fn findings(
     sizes: &Sizes,
 ) -> Result<Vec<Finding>> {
     let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
-    let mut found: Vec<Finding> = [
-        (cfg!(debug_assertions)).then(|| {
-            slow(
-                "this is no release build, so its kernels are slow",
-                "build it with `--release`",
-            )
-        }),
-        (plan.attention == MemoryAttention::Eager).then(|| {
-            slow(
-                "`attn_implementation: eager` computes and stores the scores of all pairs of tokens",
-                "leave `attn_implementation` out, which selects flash attention",
-            )
-        }),
-        (!arguments.fused_kernels).then(|| {
-            slow(
-                "`fused_kernels: false` computes norms, rotary positions, gates and the loss in several passes",
-                "leave `fused_kernels` out",
-            )
-        }),
-        unneeded_checkpointing(&plan, facts)?,
-        padding(arguments),
-        evaluations(arguments, sizes)?,
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
-    if facts.device != Device::Cpu {
-        found.extend(on_a_gpu(arguments, &plan, facts)?);
-    }
+    let whole = MemoryPlan {
+        recomputation: Recomputation::Never,
+        ..plan
+    };
+    let doubled = MemoryPlan {
+        batch: 2 * plan.batch,
+        ..plan
+    };
+    let gpu = facts.device != Device::Cpu;
+    let evaluation = evaluation_share(arguments, sizes)?;
+    let evaluations = format!(
+        "evaluations take about {:.0}% of the time",
+        100.0 * evaluation
+    );
+    // Each row: whether it holds, the finding and the remedy.
+    #[rustfmt::skip]
+    let table = [
+        (cfg!(debug_assertions),
+            "this is no release build, so its kernels are slow",
+            "build it with `--release`"),
+        (plan.attention == MemoryAttention::Eager,
+            "`attn_implementation: eager` computes and stores the scores of all pairs of tokens",
+            "leave `attn_implementation` out, which selects flash attention"),
+        (!arguments.fused_kernels,
+            "`fused_kernels: false` computes norms, rotary positions, gates and the loss in several passes",
+            "leave `fused_kernels` out"),
+        (plan.recomputation != Recomputation::Never && has_room(&whole, facts)?,
+            "`gradient_checkpointing` computes blocks twice, and without it the run fits into the free memory",
+            "leave `gradient_checkpointing` out"),
+        (pads(arguments),
+            "documents are padded to the longest of their batch",
+            "`packing: true`, `padding_free: true` or `group_by_length: true`"),
+        (evaluation > MOST_EVALUATION,
+            &evaluations,
+            "`max_eval_batches`, or a larger `eval_steps`"),
+        (gpu && arguments.dataloader_num_workers == 0,
+            "`dataloader_num_workers: 0` prepares each batch while the GPU waits",
+            "`dataloader_num_workers: 2`"),
+        (gpu && !arguments.dataloader_pin_memory,
+            "`dataloader_pin_memory: false` copies batches while the GPU waits",
+            "leave `dataloader_pin_memory` out"),
+        (gpu && arguments.logging_steps == 1.0 && arguments.max_steps != 1,
+            "`logging_steps: 1` waits for the GPU after each step",
+            "`logging_steps: 10`"),
+        (gpu && arguments.gradient_accumulation_steps > 1 && has_room(&doubled, facts)?,
+            "micro-batches of twice the size fit into the free memory",
+            "a larger `per_device_train_batch_size` with fewer `gradient_accumulation_steps`; `cargo xtask tune` finds both"),
+    ];
+    let slow = table.into_iter().filter(|(holds, ..)| *holds);
+    let slow = slow.map(|(_, what, remedy)| Finding::fine("speed", what).or(true, Warning, remedy));
+    let mut found: Vec<Finding> = slow.collect();
     if found.is_empty() {
         found.push(Finding::fine(
             "speed",
@@ -55,10 +78,6 @@ pub(super) fn findings(
         ));
     }
     Ok(found)
-}
-
-fn slow(what: impl Into<String>, remedy: impl Into<String>) -> Finding {
-    Finding::warning("speed", what, remedy)
 }
 
 /// Returns `true` if the estimate is well below the free memory.
@@ -69,38 +88,16 @@ fn has_room(plan: &MemoryPlan, facts: &MachineFacts) -> Result<bool> {
         .is_some_and(|free| peak < ROOM * free as f64))
 }
 
-/// Returns the finding that the run recomputes blocks for which there is room.
-fn unneeded_checkpointing(plan: &MemoryPlan, facts: &MachineFacts) -> Result<Option<Finding>> {
-    let whole = MemoryPlan {
-        recomputation: Recomputation::Never,
-        ..*plan
-    };
-    let fits = has_room(&whole, facts)?;
-    Ok(
-        (plan.recomputation != Recomputation::Never && fits).then(|| {
-            slow(
-                "`gradient_checkpointing` computes blocks twice, and without it the run fits into the free memory",
-                "leave `gradient_checkpointing` out",
-            )
-        }),
-    )
+fn pads(arguments: &TrainingArguments) -> bool {
+    arguments.sequence_mode() == SequenceMode::Documents
+        && !(arguments.packing || arguments.padding_free || arguments.group_by_length)
+        && arguments.per_device_train_batch_size > 1
 }
 
-fn padding(arguments: &TrainingArguments) -> Option<Finding> {
-    let pads = arguments.sequence_mode() == SequenceMode::Documents
-        && !(arguments.packing || arguments.padding_free || arguments.group_by_length);
-    (pads && arguments.per_device_train_batch_size > 1).then(|| {
-        slow(
-            "documents are padded to the longest of their batch",
-            "`packing: true`, `padding_free: true` or `group_by_length: true`",
-        )
-    })
-}
-
-/// Returns the finding that evaluations take a large share of the run, if their number of batches is bounded by a key.
-fn evaluations(arguments: &TrainingArguments, sizes: &Sizes) -> Result<Option<Finding>> {
+/// Returns the share of the time that evaluations take, if their number of batches is bounded by a key; else 0.
+fn evaluation_share(arguments: &TrainingArguments, sizes: &Sizes) -> Result<f64> {
     if arguments.eval_strategy != IntervalStrategy::Steps {
-        return Ok(None);
+        return Ok(0.0);
     }
     let plan = arguments.plan(sizes.micro_batches_per_epoch.unwrap_or(1))?;
     // Without a limit an evaluation reads all validation data, a fraction of an epoch.
@@ -110,55 +107,11 @@ fn evaluations(arguments: &TrainingArguments, sizes: &Sizes) -> Result<Option<Fi
         (batches * arguments.per_device_eval_batch_size) as f64
     });
     let Some(every) = plan.eval_steps else {
-        return Ok(None);
+        return Ok(0.0);
     };
     // A sequence costs a third as much in evaluation as in training, whose backward pass takes twice the work of
     // the forward pass.
     let evaluated = all.min(most) / 3.0;
     let trained = (every * arguments.sequences_per_step()) as f64;
-    let share = evaluated / (evaluated + trained);
-    Ok((share > MOST_EVALUATION).then(|| {
-        slow(
-            format!("evaluations take about {:.0}% of the time", 100.0 * share),
-            "`max_eval_batches`, or a larger `eval_steps`",
-        )
-    }))
-}
-
-fn on_a_gpu(
-    arguments: &TrainingArguments,
-    plan: &MemoryPlan,
-    facts: &MachineFacts,
-) -> Result<Vec<Finding>> {
-    let mut found = Vec::new();
-    if arguments.dataloader_num_workers == 0 {
-        found.push(slow(
-            "`dataloader_num_workers: 0` prepares each batch while the GPU waits",
-            "`dataloader_num_workers: 2`",
-        ));
-    }
-    if !arguments.dataloader_pin_memory {
-        found.push(slow(
-            "`dataloader_pin_memory: false` copies batches while the GPU waits",
-            "leave `dataloader_pin_memory` out",
-        ));
-    }
-    if arguments.logging_steps == 1.0 && arguments.max_steps != 1 {
-        found.push(slow(
-            "`logging_steps: 1` waits for the GPU after each step",
-            "`logging_steps: 10`",
-        ));
-    }
-    let doubled = MemoryPlan {
-        batch: 2 * plan.batch,
-        ..*plan
-    };
-    if arguments.gradient_accumulation_steps > 1 && has_room(&doubled, facts)? {
-        found.push(slow(
-            "micro-batches of twice the size fit into the free memory",
-            "a larger `per_device_train_batch_size` with fewer `gradient_accumulation_steps`; `cargo xtask tune` \
-             finds both",
-        ));
-    }
-    Ok(found)
+    Ok(evaluated / (evaluated + trained))
 }
