@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use clap::ValueEnum;
 use serde_json::{Map, Value};
 
 use super::choices::Preset;
@@ -10,7 +11,7 @@ use super::finetune::FinetuneArguments;
 use super::format::{ConfigFormat, read_file};
 use super::key::Program;
 use super::keys::{self, Source};
-use super::read::{as_value, describe, read_arguments};
+use super::read::{SECTION, as_value, read_arguments, wrong_type};
 use super::training::TrainingArguments;
 use crate::{Error, Result};
 use overdrive_core::files;
@@ -124,12 +125,8 @@ impl<A: Configuration> Layers<A> {
 
     fn add(mut self, values: Value, origin: &str, file: Option<&Path>) -> Result<Self> {
         let Value::Object(values) = values else {
-            return Err(Error::WrongType {
-                origin: origin.to_owned(),
-                key: "(the whole file)".to_owned(),
-                given: describe(&values),
-                expected: "a section of keys".to_owned(),
-            });
+            let key = "(the whole file)".to_owned();
+            return Err(wrong_type(origin, key, &values, SECTION));
         };
         let source = Source {
             origin,
@@ -184,9 +181,10 @@ impl sealed::Keyed for TrainingArguments {
     fn defaults() -> Vec<(&'static str, Value)> {
         // All presets, because the help prints the default of each.
         let values = |preset: Preset| preset.arguments().values().unwrap_or_default();
-        Preset::ALL
-            .map(|preset| (preset.name(), values(preset)))
-            .into()
+        let presets = Preset::value_variants().iter();
+        presets
+            .map(|&preset| (preset.name(), values(preset)))
+            .collect()
     }
 
     fn values(&self) -> Result<Value> {

@@ -1,8 +1,6 @@
 //! Fingerprints of the inputs of a run, which its snapshots store.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::Error as CommonError;
@@ -10,10 +8,10 @@ use overdrive_datasets::{Sha256Digest, tokenizer_digest};
 use overdrive_distributed::ProcessGroup;
 use overdrive_snapshot::{Scope, Snapshot};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use crate::arguments::{
-    SequenceMode, TrainingArguments, as_value, differs_by_rank, keys_of_the_order, plain,
+    SequenceMode, TrainingArguments, differs_by_rank, keys_of, keys_of_the_order, plain,
 };
 use crate::data::TextData;
 use crate::{Error, Result};
@@ -32,9 +30,6 @@ const FREE_MODEL_KEYS: [&str; 7] = [
     "max_position_embeddings",
     "vocab_size",
 ];
-/// The number of blocks of a weight file that are read: training changes all of them.
-const SAMPLED_BLOCKS: u64 = 64;
-const SAMPLED_BYTES: u64 = 4096;
 
 /// The inputs that decide what the state of a run means: the contents of its data, its tokenizer, the shape of its
 /// model, and the arguments on which the order of the data depends. Snapshots store them, so that a run does not
@@ -61,11 +56,8 @@ impl Fingerprints {
 
     /// Returns the name and the content of the file that stores them in a snapshot.
     pub fn to_file(&self) -> (String, Vec<u8>) {
-        let values = self.0.iter();
-        let values: Map<String, Value> = values
-            .map(|(name, value)| (name.clone(), value.as_str().into()))
-            .collect();
-        let text = format!("{:#}\n", Value::Object(values));
+        // Names and values are strings, so the text is JSON.
+        let text = format!("{:#}\n", json!(self.0));
         (file_name(), text.into_bytes())
     }
 
@@ -175,13 +167,6 @@ fn shown(value: &str) -> &str {
     }
 }
 
-pub(crate) fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> {
-    Ok(match as_value(arguments)? {
-        Value::Object(values) => values,
-        _ => Map::new(),
-    })
-}
-
 impl TrainingArguments {
     /// Compares the arguments with those of the other processes, all of which call this function. Processes with
     /// different arguments would train without an error, or wait for each other forever.
@@ -221,9 +206,7 @@ impl TrainingArguments {
         }
         Ok(all)
     }
-}
 
-impl TrainingArguments {
     /// Returns the fingerprints of a run whose data and model are the program's own, and compares them as
     /// [`TextData::fingerprints`] does: those of the arguments that determine the order of the data.
     ///
@@ -250,12 +233,11 @@ impl TextData {
         group: &ProcessGroup,
     ) -> Result<Fingerprints> {
         let mut all = arguments.order_fingerprints()?;
-        let digests = self.train.stores().iter().map(|store| {
-            Ok(match store.content_digest() {
-                Some(data) => data,
-                // Files of nanoGPT and llm.c have no checksum, and may be too large to read all of them.
-                None => model_digest(store.path())?,
-            })
+        let stores = self.train.stores().iter();
+        let digests = stores.map(|store| match store.content_digest() {
+            Some(data) => Ok(data),
+            // Files of nanoGPT and llm.c have no checksum, and may be too large to read all of them.
+            None => model_digest(store.path()),
         });
         let digests = digests.collect::<Result<Vec<Sha256Digest>>>()?;
         match digests.as_slice() {
@@ -291,47 +273,23 @@ impl TextData {
     }
 }
 
-/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files, or of evenly
-/// spaced blocks of a GGUF file.
-pub(crate) fn model_digest(folder: &Path) -> Result<Sha256Digest> {
-    if folder.is_file() {
-        let mut sample = Vec::new();
-        read_sample(folder, &mut sample).map_err(CommonError::io("read", folder))?;
-        return Ok(Sha256Digest::of(&sample));
+/// Returns a digest of the configuration of a model and of samples of its weight files, or of samples of one file, such
+/// as a GGUF file.
+pub(crate) fn model_digest(model: &Path) -> Result<Sha256Digest> {
+    if model.is_file() {
+        return Ok(Sha256Digest::sampled([model])?);
     }
-    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
-    let entries = entries.map_err(CommonError::io("list", folder))?;
-    let paths = entries.into_iter().map(|entry| entry.path());
-    let is_read = |path: &PathBuf| {
-        let is_weights = path
-            .extension()
-            .is_some_and(|end| end == "safetensors" || end == "bin");
-        is_weights || path.file_name().is_some_and(|name| name == "config.json")
-    };
-    let mut paths: Vec<PathBuf> = paths.filter(is_read).collect();
+    let entries = std::fs::read_dir(model).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
+    let entries = entries.map_err(CommonError::io("list", model))?;
+    let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).collect();
+    paths.retain(|path| {
+        let ends = path.extension();
+        ends.is_some_and(|end| end == "safetensors" || end == "bin")
+            || path.ends_with("config.json")
+    });
     // The order of `read_dir` differs between machines.
     paths.sort();
-    let mut sample = Vec::new();
-    for path in paths {
-        read_sample(&path, &mut sample).map_err(CommonError::io("read", path))?;
-    }
-    Ok(Sha256Digest::of(&sample))
-}
-
-/// Appends the length of a file and evenly spaced blocks of it, the first and the last among them.
-fn read_sample(path: &Path, into: &mut Vec<u8>) -> std::io::Result<()> {
-    let mut file = File::open(path)?;
-    let bytes = file.metadata()?.len();
-    into.extend(bytes.to_le_bytes());
-    let last = bytes.saturating_sub(SAMPLED_BYTES);
-    for block in 0..SAMPLED_BLOCKS {
-        let start = u128::from(last) * u128::from(block) / u128::from(SAMPLED_BLOCKS - 1);
-        file.seek(SeekFrom::Start(u64::try_from(start).unwrap_or(last)))?;
-        Read::by_ref(&mut file)
-            .take(SAMPLED_BYTES)
-            .read_to_end(into)?;
-    }
-    Ok(())
+    Ok(Sha256Digest::sampled(paths)?)
 }
 
 #[cfg(test)]

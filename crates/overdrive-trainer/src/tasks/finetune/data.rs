@@ -17,9 +17,10 @@ use serde_json::Value;
 use tch::Device;
 
 use crate::Result;
+use crate::arguments::keys_of;
 use crate::arguments::{FinetuneArguments, IntervalStrategy, TrainingArguments};
 use crate::data::{BatchFill, DataShard, Loading};
-use crate::run::{Fingerprints, keys_of, model_digest};
+use crate::run::{Fingerprints, model_digest};
 
 /// The keys of fine-tuning on which the meaning of an adapter's weights depends.
 const ADAPTER_KEYS: [&str; 3] = ["lora_alpha", "lora_r", "use_rslora"];
