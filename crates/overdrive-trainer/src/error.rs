@@ -307,3 +307,14 @@ pub(crate) fn invalid<T>(
 ) -> Result<T> {
     Err(overdrive_core::Error::option(key, value, expected).into())
 }
+
+/// A case in which a value is not allowed: whether it holds, the key, its value, and what completes "it must be".
+pub(crate) type Refusal<'a> = (bool, &'static str, &'a dyn std::fmt::Display, &'a str);
+
+/// Returns the error of the first case that holds.
+pub(crate) fn refuse(cases: &[Refusal<'_>]) -> Result<()> {
+    match cases.iter().find(|(holds, ..)| *holds) {
+        Some((_, key, value, expected)) => invalid(key, value, (*expected).to_owned()),
+        None => Ok(()),
+    }
+}

@@ -7,7 +7,7 @@ use overdrive_datasets::{DataLoaderOptions, PackPlan, RowLayout};
 use super::choices::SequenceMode;
 use super::training::TrainingArguments;
 use crate::Result;
-use crate::error::invalid;
+use crate::error::{invalid, refuse};
 
 impl TrainingArguments {
     /// Returns the kind of a training sequence: `sequences` if it is set, else documents if another key needs
@@ -22,24 +22,15 @@ impl TrainingArguments {
     /// Returns the first key that has no effect on windows, with its value, its neutral value and the reason.
     fn asks_for_documents(&self) -> Option<(&'static str, String, &'static str, &'static str)> {
         let multiple = self.pad_to_multiple_of;
-        let key = |is_set: bool, key, why| is_set.then(|| (key, "true".to_owned(), "false", why));
-        key(self.packing, "packing", "are always full")
-            .or_else(|| key(self.padding_free, "padding_free", "have no padding"))
-            .or_else(|| {
-                key(
-                    self.group_by_length,
-                    "group_by_length",
-                    "have the same length",
-                )
-            })
-            .or((multiple != 1).then(|| {
-                (
-                    "pad_to_multiple_of",
-                    multiple.to_string(),
-                    "1",
-                    "have no padding",
-                )
-            }))
+        #[rustfmt::skip]
+        let keys = [
+            (self.packing, "packing", "true".to_owned(), "false", "are always full"),
+            (self.padding_free, "padding_free", "true".to_owned(), "false", "have no padding"),
+            (self.group_by_length, "group_by_length", "true".to_owned(), "false", "have the same length"),
+            (multiple != 1, "pad_to_multiple_of", multiple.to_string(), "1", "have no padding"),
+        ];
+        let set = keys.into_iter().find(|(is_set, ..)| *is_set);
+        set.map(|(_, key, value, neutral, why)| (key, value, neutral, why))
     }
 
     /// Checks the keys about data against each other.
@@ -52,24 +43,17 @@ impl TrainingArguments {
             );
             return invalid(key, value, expected);
         }
-        if self.packing && self.group_by_length {
-            let expected = "false with `packing`, whose rows are full anyway; drop one of the two";
-            return invalid("group_by_length", true, expected);
-        }
-        if self.dataset_text_field.is_empty() {
-            let expected =
-                "the name of the column that holds the text; give it with `--text-column NAME`";
-            return invalid("dataset_text_field", "empty", expected);
-        }
-        match self.dataloader_prefetch_factor {
-            Some(factor) if self.dataloader_num_workers == 0 => invalid(
-                "dataloader_prefetch_factor",
-                factor,
-                "left out with `dataloader_num_workers: 0`, because no worker prepares batches ahead; drop \
-                 it, or give `dataloader_num_workers` 1 or more",
-            ),
-            _ => Ok(()),
-        }
+        let prefetch = self.dataloader_prefetch_factor;
+        #[rustfmt::skip]
+        refuse(&[
+            (self.packing && self.group_by_length, "group_by_length", &true,
+                "false with `packing`, whose rows are full anyway; drop one of the two"),
+            (self.dataset_text_field.is_empty(), "dataset_text_field", &"empty",
+                "the name of the column that holds the text; give it with `--text-column NAME`"),
+            (prefetch.is_some() && self.dataloader_num_workers == 0, "dataloader_prefetch_factor", &prefetch.unwrap_or(0),
+                "left out with `dataloader_num_workers: 0`, because no worker prepares batches ahead; drop it, or give `dataloader_num_workers` 1 or more"),
+        ])?;
+        Ok(())
     }
 
     /// Returns the loader options for batches of `batch_size` rows.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::training::TrainingArguments;
 use crate::Result;
-use crate::error::invalid;
+use crate::error::{invalid, refuse};
 
 /// Weights that hold after a number of optimizer steps, one for each source.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,14 +66,15 @@ impl TrainingArguments {
         if sources.is_empty() {
             return Ok(());
         }
-        if let Some((path, weight)) = sources.iter().find(|(_, weight)| *weight < 0.0) {
-            let expected = "one with a weight of 0 or more";
-            return invalid("data", format!("{}:{weight}", path.display()), expected);
-        }
-        if self.group_by_length {
-            let expected = "false for a mixture, whose order its weights decide; drop it, or drop the weights of `data`";
-            return invalid("group_by_length", true, expected);
-        }
+        let negative = sources.iter().find(|(_, weight)| *weight < 0.0);
+        let negative = negative.map(|(path, weight)| format!("{}:{weight}", path.display()));
+        let negative = negative.unwrap_or_default();
+        #[rustfmt::skip]
+        refuse(&[
+            (!negative.is_empty(), "data", &negative, "one with a weight of 0 or more"),
+            (self.group_by_length, "group_by_length", &true,
+                "false for a mixture, whose order its weights decide; drop it, or drop the weights of `data`"),
+        ])?;
         Ok(())
     }
 

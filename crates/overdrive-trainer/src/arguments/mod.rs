@@ -40,6 +40,6 @@ pub(crate) use format::read_file;
 pub(crate) use key::plain;
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};
 pub(crate) use read::{as_value, describe, keys_of, nearest};
-pub(crate) use saving::{ABANDONED, ARGUMENTS, Metric, is_numbered, not_counted};
+pub(crate) use saving::{ARGUMENTS, Metric, not_counted};
 pub(crate) use training::DEFAULT_LENGTH_COLUMN;
 pub(crate) use validate::STEPS_BEFORE_TRACE;

@@ -9,12 +9,10 @@ use overdrive_snapshot::{Best, Snapshot, SnapshotOptions};
 use super::choices::{IntervalStrategy, ResumeFromCheckpoint, SaveStrategy};
 use super::training::TrainingArguments;
 use crate::Result;
-use crate::error::invalid;
+use crate::error::{invalid, refuse};
 
 /// The file of the arguments in the folder of a run.
 pub(crate) const ARGUMENTS: &str = "training_args.json";
-/// The prefix of the folders of abandoned snapshots, which overdrive-snapshot makes.
-pub(crate) const ABANDONED: &str = "abandoned-";
 
 /// A metric by which models are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,13 +22,6 @@ pub(crate) enum Metric {
 }
 
 impl TrainingArguments {
-    /// Returns `true` if an option depends on the best evaluation.
-    fn needs_best(&self) -> bool {
-        self.load_best_model_at_end
-            || self.save_strategy == SaveStrategy::Best
-            || self.early_stopping_patience.is_some()
-    }
-
     /// Returns the options of the snapshots.
     pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
         let best = match self.greater_is_better {
@@ -72,16 +63,8 @@ impl TrainingArguments {
             }
             Some(ResumeFromCheckpoint::Latest(true)) => self.output_dir.clone(),
             Some(ResumeFromCheckpoint::Folder(snapshot)) => {
-                let parent = || {
-                    let parent = snapshot.parent()?;
-                    // A snapshot of an abandoned branch lies one folder deeper.
-                    let run = match is_numbered(parent, &[ABANDONED]) {
-                        true => parent.parent()?,
-                        false => parent,
-                    };
-                    Some(run.to_path_buf())
-                };
-                self.output_dir.clone().or_else(parent)
+                let run = || Snapshot::run_folder(snapshot).map(Path::to_path_buf);
+                self.output_dir.clone().or_else(run)
             }
         };
         // A folder without a run is not an error: when a job that always resumes starts for the
@@ -104,34 +87,32 @@ impl TrainingArguments {
     /// Checks the keys about snapshots against each other.
     pub(crate) fn validate_saving(&self) -> Result<()> {
         self.metric()?;
-        if self.needs_best() && self.eval_strategy == IntervalStrategy::No {
-            let (key, value, allowed) = if self.load_best_model_at_end {
-                ("load_best_model_at_end", "true".to_owned(), "false")
-            } else if let Some(patience) = self.early_stopping_patience {
-                ("early_stopping_patience", patience.to_string(), "left out")
-            } else {
-                ("save_strategy", "best".to_owned(), "another one")
-            };
-            let expected = format!(
+        let never = |allowed: &str| {
+            format!(
                 "{allowed} with `eval_strategy: no`, because only evaluations find the best model; set \
                  `eval_strategy` (`--eval-steps N`)"
-            );
-            return invalid(key, value, expected);
+            )
+        };
+        let unevaluated = self.eval_strategy == IntervalStrategy::No;
+        let (loads, patience) = (self.load_best_model_at_end, self.early_stopping_patience);
+        let between = format!(
+            "false unless every snapshot follows an evaluation (`save_strategy`, `save_steps`: {}; \
+             `eval_strategy`, `eval_steps`: {}); make `save_steps` a multiple of `eval_steps`, or write \
+             `save_strategy: best`",
+            self.save_steps,
+            self.eval_steps.unwrap_or(self.logging_steps)
+        );
+        #[rustfmt::skip]
+        refuse(&[
+            (loads && unevaluated, "load_best_model_at_end", &true, &never("false")),
+            (patience.is_some() && unevaluated, "early_stopping_patience", &patience.unwrap_or(0), &never("left out")),
+            (self.save_strategy == SaveStrategy::Best && unevaluated, "save_strategy", &"best", &never("another one")),
+            (loads && !self.evaluates_every_snapshot(), "load_best_model_at_end", &true, &between),
+        ])?;
+        if patience.is_some() {
+            self.early_stopping()?;
         }
-        if self.load_best_model_at_end && !self.evaluates_every_snapshot() {
-            let expected = format!(
-                "false unless every snapshot follows an evaluation (`save_strategy`, `save_steps`: {}; \
-                 `eval_strategy`, `eval_steps`: {}); make `save_steps` a multiple of `eval_steps`, or write \
-                 `save_strategy: best`",
-                self.save_steps,
-                self.eval_steps.unwrap_or(self.logging_steps)
-            );
-            return invalid("load_best_model_at_end", true, expected);
-        }
-        match self.early_stopping_patience {
-            Some(_) => self.early_stopping().map(drop),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Returns `true` if each snapshot follows an evaluation at the same step.
@@ -181,11 +162,4 @@ pub(crate) fn not_counted<T>() -> Result<T> {
     let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
                     as nanoGPT's";
     invalid("metric_for_best_model", "bits_per_byte", expected)
-}
-
-/// Returns `true` if the file name consists of one of `prefixes` and a number.
-pub(crate) fn is_numbered(path: &Path, prefixes: &[&str]) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let number = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix));
-    matches!(number.map(str::parse::<u64>), Some(Ok(_)))
 }

@@ -7,12 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use overdrive_core::{Error as CommonError, OutputFolder, check_not_read, files};
 use overdrive_distributed::ProcessGroup;
-use overdrive_snapshot::FolderLock;
+use overdrive_snapshot::{FolderLock, Snapshot};
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{
-    ABANDONED, ARGUMENTS, ConfigFormat, FinetuneArguments, TrainingArguments, is_numbered,
-};
+use crate::arguments::{ARGUMENTS, Configuration, FinetuneArguments, TrainingArguments, as_value};
 use crate::error::invalid;
 use crate::{Error, Result};
 
@@ -20,15 +18,6 @@ use crate::{Error, Result};
 const DEFAULT_PARENT: &str = "runs";
 
 const METRICS: &str = "metrics.jsonl";
-const REPORT: &str = "report.html";
-const LOSS: &str = "loss.svg";
-const TENSORBOARD: &str = "tensorboard";
-const WANDB: &str = "wandb";
-const MLFLOW_RUN_ID: &str = "mlflow_run_id";
-const MODEL: &str = "model";
-const AVERAGED_MODEL: &str = "model_ema";
-/// The prefix of the folders of snapshots, which overdrive-snapshot makes.
-const CHECKPOINT: &str = "checkpoint-";
 
 /// The folder of a run and its files:
 ///
@@ -80,6 +69,42 @@ impl PartialEq for RunFolder {
 
 impl Eq for RunFolder {}
 
+/// Declares the paths of the files and folders that a run writes beside its snapshots.
+macro_rules! paths {
+    ($($(#[$doc:meta])* $method:ident: $name:expr;)*) => {
+        impl RunFolder {
+            const NAMES: &[&str] = &[$($name),*];
+
+            $($(#[$doc])*
+            pub fn $method(&self) -> PathBuf {
+                self.root.join($name)
+            })*
+        }
+    };
+}
+
+paths! {
+    /// Returns the path of the metrics, one line per step.
+    metrics: METRICS;
+    /// Returns the path of the report.
+    report: "report.html";
+    /// Returns the path of the report's loss curve.
+    loss: "loss.svg";
+    /// Returns the folder of TensorBoard's event files.
+    tensorboard: "tensorboard";
+    /// Returns the folder of the offline runs of Weights & Biases.
+    wandb: "wandb";
+    /// Returns the file with the ID of the run on an MLflow server.
+    mlflow_run_id: "mlflow_run_id";
+    /// Returns the folder of the model, in Hugging Face's layout.
+    model: "model";
+    /// Returns the folder of the model with averaged weights (`ema_decay`).
+    averaged_model: "model_ema";
+    /// Returns the path of the configuration. It is removed last, so that an interrupted removal leaves a folder that is
+    /// still recognized as a run.
+    arguments: ARGUMENTS;
+}
+
 impl RunFolder {
     /// Creates the folder of a run and writes the configuration into it.
     ///
@@ -95,19 +120,14 @@ impl RunFolder {
         Self::make(arguments, arguments.preset.name())?.with_arguments(arguments)
     }
 
-    fn with_arguments(self, arguments: &TrainingArguments) -> Result<Self> {
-        // The numbered folder is written as `output_dir`, so that the stored file resumes this run.
-        let stored = TrainingArguments {
-            output_dir: Some(self.root.clone()),
-            ..arguments.clone()
-        };
-        self.with_text(&stored.to_text(ConfigFormat::Json)?)
-    }
-
     /// Locks the folder and writes the configuration into it.
-    fn with_text(self, arguments: &str) -> Result<Self> {
+    fn with_arguments<A: Configuration>(self, arguments: &A) -> Result<Self> {
         self.lock()?;
-        match files::write(self.arguments(), arguments.as_bytes()) {
+        // The numbered folder is written as `output_dir`, so that the stored file resumes this run.
+        let mut values = arguments.values()?;
+        values["output_dir"] = as_value(&self.root)?;
+        let text = format!("{values:#}\n");
+        match files::write(self.arguments(), text.as_bytes()) {
             Err(CommonError::Io { source, .. }) => Err(not_writable(&self.root, source)),
             written => Ok(written.map(|()| self)?),
         }
@@ -132,7 +152,7 @@ impl RunFolder {
     }
 
     /// Creates the folder that `output_dir` names, or a new one named after `name`, without files.
-    pub(crate) fn make(arguments: &TrainingArguments, name: &str) -> Result<Self> {
+    fn make(arguments: &TrainingArguments, name: &str) -> Result<Self> {
         match &arguments.output_dir {
             Some(root) => Self::given(root, arguments.overwrite_output_dir),
             None => Self::numbered(Path::new(DEFAULT_PARENT), name),
@@ -189,51 +209,6 @@ impl RunFolder {
         &self.root
     }
 
-    /// Returns the path of the configuration.
-    pub fn arguments(&self) -> PathBuf {
-        self.root.join(ARGUMENTS)
-    }
-
-    /// Returns the path of the metrics, one line per step.
-    pub fn metrics(&self) -> PathBuf {
-        self.root.join(METRICS)
-    }
-
-    /// Returns the path of the report.
-    pub fn report(&self) -> PathBuf {
-        self.root.join(REPORT)
-    }
-
-    /// Returns the path of the report's loss curve.
-    pub fn loss(&self) -> PathBuf {
-        self.root.join(LOSS)
-    }
-
-    /// Returns the folder of TensorBoard's event files.
-    pub fn tensorboard(&self) -> PathBuf {
-        self.root.join(TENSORBOARD)
-    }
-
-    /// Returns the folder of the offline runs of Weights & Biases.
-    pub fn wandb(&self) -> PathBuf {
-        self.root.join(WANDB)
-    }
-
-    /// Returns the file with the ID of the run on an MLflow server.
-    pub fn mlflow_run_id(&self) -> PathBuf {
-        self.root.join(MLFLOW_RUN_ID)
-    }
-
-    /// Returns the folder of the model, in Hugging Face's layout.
-    pub fn model(&self) -> PathBuf {
-        self.root.join(MODEL)
-    }
-
-    /// Returns the folder of the model with averaged weights (`ema_decay`).
-    pub fn averaged_model(&self) -> PathBuf {
-        self.root.join(AVERAGED_MODEL)
-    }
-
     fn given(root: &Path, overwrite: bool) -> Result<Self> {
         let run = Self::at(root);
         if root.exists() && !root.is_dir() {
@@ -260,86 +235,52 @@ impl RunFolder {
     /// Checks that the folder holds no run, or one that may be overwritten, and no files or snapshots of other
     /// programs that a run would overwrite.
     fn check_free(&self, overwrite: bool) -> Result<()> {
-        // No run has written a plain file of this name, so an overwriting run does not remove it either.
-        let mut named = self.numbered_entries(&[CHECKPOINT])?.into_iter();
-        if let Some(path) = named.find(|path| path.is_file()) {
-            return Err(Error::InTheWay { path });
-        }
-        if self.arguments().exists() {
-            return match overwrite {
-                true => Ok(()),
-                false => Err(Error::RunExists {
-                    path: self.root.clone(),
-                }),
-            };
-        }
-        // Without a configuration beside it, a file of this name was not written by a run.
-        let names = [
-            self.metrics(),
-            self.report(),
-            self.loss(),
-            self.tensorboard(),
-            self.wandb(),
-            self.mlflow_run_id(),
-            self.model(),
-            self.averaged_model(),
-        ];
-        // Other programs use the same names, so a snapshot could replace one of another program.
-        let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
-        let mut taken = names.into_iter().chain(snapshots);
-        match taken.find(|path| path.exists()) {
+        let in_the_way = |path: Option<PathBuf>| match path {
             Some(path) => Err(Error::InTheWay { path }),
             None => Ok(()),
+        };
+        // No run has written a plain file of this name, so an overwriting run does not remove it either.
+        let mut named = Snapshot::named(&self.root)?.into_iter();
+        in_the_way(named.find(|path| path.is_file()))?;
+        if self.arguments().exists() && !overwrite {
+            let path = self.root.clone();
+            return Err(Error::RunExists { path });
         }
+        if self.arguments().exists() {
+            return Ok(());
+        }
+        // Without a configuration beside it, a file of this name was not written by a run. Other programs use the same
+        // names, so a snapshot could replace one of another program.
+        let mut written = self.written()?.into_iter();
+        in_the_way(written.find(|path| path.exists()))
     }
 
-    /// Removes the files of a run, which must be locked. The configuration is the last, so that an interrupted removal leaves a folder
-    /// that is still recognized as a run.
+    /// Removes the files of a run, which must be locked.
     fn clear(&self) -> Result<()> {
-        let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
-        let folders = [
-            self.tensorboard(),
-            self.wandb(),
-            self.model(),
-            self.averaged_model(),
-        ];
-        for folder in snapshots.into_iter().chain(folders) {
-            ignore_missing(fs::remove_dir_all(&folder))
-                .map_err(CommonError::io("remove", folder))?;
-        }
-        let files = [
-            self.metrics(),
-            self.mlflow_run_id(),
-            self.report(),
-            self.loss(),
-            self.arguments(),
-        ];
-        for file in files {
-            ignore_missing(fs::remove_file(&file)).map_err(CommonError::io("remove", file))?;
+        for path in self.written()? {
+            let removed = match path.is_dir() {
+                true => fs::remove_dir_all(&path),
+                false => fs::remove_file(&path),
+            };
+            ignore_missing(removed).map_err(CommonError::io("remove", path))?;
         }
         Ok(())
     }
 
-    /// Returns the folders in the run's folder whose names are one of `prefixes` and a number: those of snapshots,
-    /// complete or not, and those of abandoned snapshots.
-    fn numbered_folders(&self, prefixes: &[&str]) -> Result<Vec<PathBuf>> {
-        let mut found = self.numbered_entries(prefixes)?;
-        found.retain(|path| path.is_dir());
-        Ok(found)
-    }
-
-    /// Returns the folders and files in the run's folder whose names are one of `prefixes` and a number.
-    fn numbered_entries(&self, prefixes: &[&str]) -> Result<Vec<PathBuf>> {
-        let entries = fs::read_dir(&self.root).map_err(CommonError::io("list", &self.root))?;
-        let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        Ok(paths.filter(|path| is_numbered(path, prefixes)).collect())
+    /// Returns the paths that a run writes: those of its snapshots, complete or not, of abandoned ones, and the others,
+    /// which need not exist.
+    fn written(&self) -> Result<Vec<PathBuf>> {
+        let mut paths = Snapshot::named(&self.root)?;
+        paths.extend(Snapshot::abandoned(&self.root)?);
+        paths.extend(Self::NAMES.iter().map(|name| self.root.join(name)));
+        Ok(paths)
     }
 
     /// Copies the metrics into new folders of abandoned snapshots, before the lines of the abandoned branch are
     /// removed.
     pub(crate) fn keep_abandoned_metrics(&self) -> Result<()> {
         let metrics = self.metrics();
-        for folder in self.numbered_folders(&[ABANDONED])? {
+        for folder in Snapshot::abandoned(&self.root)? {
             let copy = folder.join(METRICS);
             if metrics.exists() && !copy.exists() {
                 let bytes = fs::read(&metrics).map_err(CommonError::io("read", &metrics))?;
@@ -395,7 +336,7 @@ impl FinetuneArguments {
                 )?),
             }
         }
-        self.write_into(RunFolder::make(&self.training, "finetune")?)
+        RunFolder::make(&self.training, "finetune")?.with_arguments(self)
     }
 
     /// Opens or creates the folder as [`RunFolder::open_or_create`] does, for a fine-tuning run.
@@ -404,24 +345,14 @@ impl FinetuneArguments {
     /// As [`RunFolder::open_or_create`].
     pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
         on_main(group, || match RunFolder::to_resume(&self.training)? {
-            Some(run) => self.write_into(run),
+            Some(run) => run.with_arguments(self),
             None => self.create_folder(),
         })
-    }
-
-    fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
-        let mut stored = self.clone();
-        stored.training.output_dir = Some(run.root().to_owned());
-        let text = format!("{:#}\n", stored.to_values()?);
-        run.with_text(&text)
     }
 }
 
 /// Returns the folder that rank 0 opens on all ranks. In a world of one the error keeps its type.
-pub(crate) fn on_main(
-    group: &ProcessGroup,
-    open: impl FnOnce() -> Result<RunFolder>,
-) -> Result<RunFolder> {
+fn on_main(group: &ProcessGroup, open: impl FnOnce() -> Result<RunFolder>) -> Result<RunFolder> {
     match group.world_size() {
         1 => open(),
         // With several processes, the error is sent as text, because not every error can be serialized.
