@@ -68,8 +68,8 @@ pub use advice::{
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, DdpBackend, FinetuneArguments,
     GradientCheckpointingArguments, IntervalStrategy, Layers, MixtureWeights, ModelArguments,
-    OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy,
-    SequenceMode, TargetModulesArgument, TrainingArguments,
+    OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy,
+    SaveStrategy, SequenceMode, TrainingArguments,
 };
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};

@@ -22,9 +22,6 @@ pub enum Preset {
 }
 
 impl Preset {
-    /// Every preset.
-    pub const ALL: [Self; 2] = [Self::Tiny, Self::Small];
-
     /// Returns the name in files and flags.
     pub fn name(self) -> &'static str {
         match self {
@@ -292,16 +289,6 @@ pub enum ComputeDtype {
     Float16,
 }
 
-/// A choice of linear layers, in the format of PEFT's files.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "a string or a list of strings")]
-pub enum TargetModulesArgument {
-    /// `all-linear`, or a regular expression.
-    Text(String),
-    /// Names, or the ends of names.
-    Names(Vec<String>),
-}
-
 /// Reads and writes an attention implementation by its name in transformers.
 pub(crate) mod attention_by_name {
     use super::{AttentionImplementation, Deserialize, Deserializer, Serializer};
@@ -323,11 +310,14 @@ pub(crate) mod attention_by_name {
     }
 }
 
-/// A list, or its only element.
-#[derive(Deserialize)]
+/// A list, or its only element. In PEFT's `target_modules` an element alone is `all-linear` or a regular expression, and
+/// the elements of a list are names or the ends of names.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "a string or a list of strings")]
-enum OneOrMany<T> {
+pub enum OneOrMany<T> {
+    /// One element.
     One(T),
+    /// Several elements.
     Many(Vec<T>),
 }
 

@@ -9,10 +9,11 @@ use overdrive_quantization::{BlockOptions, Scheme};
 use overdrive_transformer::QuantizeOptions;
 use serde::{Deserialize, Serialize};
 
-use super::choices::{ComputeDtype, Quant4Type, TargetModulesArgument};
+use super::choices::{ComputeDtype, OneOrMany, Quant4Type};
 use super::key::Harmless::{Any, Only};
+use super::key::List::Names;
 use super::key::Range::{AtLeast, NotNegative};
-use super::key::{finetune, options};
+use super::key::options;
 use super::training::TrainingArguments;
 
 /// The remedy for quantized weights in training from scratch.
@@ -40,99 +41,84 @@ options! {
     #[serde(default, deny_unknown_fields)]
     pub struct FinetuneArguments, keys FINETUNE in "" {
         "Configuration" => {
-            /// The folder or the GGUF file of the model (also `model`, `base_model`). Required.
+            /// The model to fine-tune: GGUF file, folder with config.json, weights, tokenizer.json, or name on the
+            /// Hugging Face hub.
             model_name_or_path: PathBuf = PathBuf::new() =>
-                finetune("PATH", "Model to fine-tune: GGUF file, folder with config.json, weights, tokenizer.json, or name on the Hugging Face hub")
-                    .flag("model").also(&["model", "base_model", "model_name"]).instead("`train` creates a model from scratch, see `model`");
+                Finetune("PATH", flag: Some("model"), spellings: &["model", "base_model", "model_name"],
+                    instead: "`train` creates a model from scratch, see `model`");
         }
         "Data" => {
             /// The maximum number of records. Default: all.
-            max_train_samples: Option<usize> = None =>
-                finetune("N", "Maximum number of records [default: all]").range(AtLeast(1));
-            /// The action on an invalid record: `stop` or `skip`. Default `stop`.
-            on_bad_record: OnBadRecord = OnBadRecord::default() =>
-                finetune("NAME", "Action on an invalid record").harmless(Only("\"stop\""));
+            max_train_samples: Option<usize> = None => Finetune("N", range: AtLeast(1));
+            /// The action on an invalid record. Default `stop`.
+            on_bad_record: OnBadRecord = OnBadRecord::default() => Finetune("NAME", harmless: Only("\"stop\""));
         }
         "Records" => {
             /// If `true`, the loss covers the response only, not the prompt. Default `true`.
-            completion_only_loss: bool = true =>
-                finetune("", "Compute the loss on the response only, not on the prompt").harmless(Only("false"));
+            completion_only_loss: bool = true => Finetune("", harmless: Only("false"));
             /// If `true`, the loss covers the assistant's messages of a conversation only. Default `true`; `false` in
             /// TRL.
-            assistant_only_loss: bool = true =>
-                finetune("", "Compute the loss on the assistant's messages of a conversation only").harmless(Only("false"));
-            /// The chat template to use instead of the model's: a `.jinja` file, or a model's folder. Default: the
-            /// model's.
-            chat_template_path: Option<PathBuf> = None =>
-                finetune("PATH", "Chat template instead of the model's: a .jinja file, or the folder of a model");
+            assistant_only_loss: bool = true => Finetune("", harmless: Only("false"));
+            /// The chat template instead of the model's: a .jinja file, or the folder of a model. Default: the model's.
+            chat_template_path: Option<PathBuf> = None => Finetune("PATH");
             /// If `true`, the model's chat template is used if it has one. Default `true`.
-            apply_chat_template: bool = true =>
-                finetune("", "Use the model's chat template if it has one").harmless(Only("false"));
+            apply_chat_template: bool = true => Finetune("", harmless: Only("false"));
             /// The format of a prompt without a chat template. Default `{prompt}`.
-            prompt_template: String = "{prompt}".to_owned() => finetune("TEXT", "Format of a prompt without a chat template");
+            prompt_template: String = "{prompt}".to_owned() => Finetune("TEXT");
         }
         "Evaluation and snapshots" => {
             /// If `true`, the model with the adapter merged into it is also written, to `merged/`. Default `false`.
-            merge: bool = false => finetune("", "Also write the model with the adapter merged into it").harmless(Only("false"));
+            merge: bool = false => Finetune("", harmless: Only("false"));
         }
         "Adapters" => {
             /// If `true`, adapters are trained and the model's weights are frozen; if `false`, all weights are trained.
             /// Default `true`.
-            use_peft: bool = true =>
-                finetune("", "Train adapters beside the model's weights; if off, all weights are trained")
-                    .also(&["use_lora"]).harmless(Only("false"));
-            /// The rank of the adapters (also `r`). Default 16.
-            lora_r: i64 = 16 => finetune("N", "Rank of the adapters").also(&["r", "lora_rank"]).harmless(Only("0"));
-            /// The numerator of the adapters' scale, `lora_alpha / lora_r`. Default 32.
-            lora_alpha: f64 = 32.0 => finetune("X", "Scale of the adapters, divided by the rank").harmless(Any);
+            use_peft: bool = true => Finetune("", spellings: &["use_lora"], harmless: Only("false"));
+            /// The rank of the adapters. Default 16.
+            lora_r: i64 = 16 => Finetune("N", spellings: &["r", "lora_rank"], harmless: Only("0"));
+            /// The scale of the adapters, which is divided by the rank. Default 32.
+            lora_alpha: f64 = 32.0 => Finetune("X", harmless: Any);
             /// The dropout probability of the adapters' inputs. Default 0.05.
-            lora_dropout: f64 = 0.05 => finetune("P", "Dropout probability of the adapters' inputs").harmless(Any);
-            /// The linear layers that get adapters (also `lora_target_modules`): names, a regular expression, or
-            /// `all-linear`. Default: PEFT's choice for the architecture, `q_proj` and `v_proj`, or `c_attn`.
-            target_modules: Option<TargetModulesArgument> = None =>
-                finetune("NAME", "Linear layers that get adapters: names, a regular expression, or all-linear [default: PEFT's for the architecture]")
-                    .names().also(&["lora_target_modules"]).harmless(Any);
-            /// The biases that are trained as well: `none`, `all`, `lora_only`. Default `none`.
-            bias: BiasMode = BiasMode::None => finetune("NAME", "Biases that are trained as well").harmless(Any);
-            /// If `true`, the scale is `lora_alpha / √lora_r`. Default `false`.
-            use_rslora: bool = false => finetune("", "Scale by alpha / sqrt(rank) instead").harmless(Any);
+            lora_dropout: f64 = 0.05 => Finetune("P", harmless: Any);
+            /// The linear layers that get adapters: names, a regular expression, or all-linear. Default: PEFT's for the
+            /// architecture.
+            target_modules: Option<OneOrMany<String>> = None =>
+                Finetune("NAME", list: Names, spellings: &["lora_target_modules"], harmless: Any);
+            /// The biases that are trained as well. Default `none`.
+            bias: BiasMode = BiasMode::None => Finetune("NAME", harmless: Any);
+            /// If `true`, the scale is alpha / sqrt(rank). Default `false`.
+            use_rslora: bool = false => Finetune("", harmless: Any);
             /// If `true`, the norms of the weights' rows are trained as well (DoRA). Default `false`.
-            use_dora: bool = false => finetune("", "Also train the norms of the weights' rows (DoRA)").harmless(Any);
-            /// The linear layers that are trained as full copies and saved with the adapter (also
-            /// `lora_modules_to_save`). Default: none.
+            use_dora: bool = false => Finetune("", harmless: Any);
+            /// The linear layers that are trained as full copies and saved with the adapter. Default: none.
             modules_to_save: Option<Vec<String>> = None =>
-                finetune("NAME", "Linear layers that are trained as full copies and saved with the adapter")
-                    .names().also(&["lora_modules_to_save"]).harmless(Any);
+                Finetune("NAME", list: Names, spellings: &["lora_modules_to_save"], harmless: Any);
         }
         "Quantization" => {
             /// If `true`, the weights of the blocks are quantized to 4 bits while they are loaded (QLoRA). Default
             /// `false`.
             load_in_4bit: bool = false =>
-                finetune("", "Quantize the weights of the blocks to 4 bits (QLoRA)")
-                    .also(&["use_4bit"]).excludes("load_in_8bit").harmless(Only("false")).instead(TRAINED);
-            /// If `true`, the weights of the blocks are quantized to 8 bits while they are loaded. Default `false`.
-            load_in_8bit: bool = false =>
-                finetune("", "Quantize the weights of the blocks to 8 bits (LLM.int8)")
-                    .excludes("load_in_4bit").harmless(Only("false")).instead(TRAINED);
-            /// The 4-bit type: `fp4` or `nf4`. Default `fp4`, as in transformers; QLoRA uses `nf4`.
-            bnb_4bit_quant_type: Quant4Type = Quant4Type::default() => finetune("NAME", "The 4-bit type").harmless(Any);
-            /// If `true`, the scales of the blocks are quantized as well (also `use_bnb_nested_quant`). Default
+                Finetune("", spellings: &["use_4bit"], excludes: "load_in_8bit", harmless: Only("false"),
+                    instead: TRAINED);
+            /// If `true`, the weights of the blocks are quantized to 8 bits while they are loaded (LLM.int8). Default
             /// `false`.
+            load_in_8bit: bool = false =>
+                Finetune("", excludes: "load_in_4bit", harmless: Only("false"), instead: TRAINED);
+            /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
+            bnb_4bit_quant_type: Quant4Type = Quant4Type::default() => Finetune("NAME", harmless: Any);
+            /// If `true`, the scales of the blocks are quantized as well. Default `false`.
             bnb_4bit_use_double_quant: bool = false =>
-                finetune("", "Also quantize the scales of the blocks").also(&["use_bnb_nested_quant"]).harmless(Any);
-            /// The dtype of matmuls with 4-bit weights: `float32`, `bfloat16` or `float16`. The half types enable
-            /// autocast for the whole run, unless `bf16` or `fp16` overrides it. Default `float32`.
-            bnb_4bit_compute_dtype: ComputeDtype = ComputeDtype::default() =>
-                finetune("NAME", "Dtype of matmuls with 4-bit weights").harmless(Any);
+                Finetune("", spellings: &["use_bnb_nested_quant"], harmless: Any);
+            /// The dtype of matmuls with 4-bit weights; the half types enable autocast for the whole run, unless `bf16`
+            /// or `fp16` overrides it. Default `float32`.
+            bnb_4bit_compute_dtype: ComputeDtype = ComputeDtype::default() => Finetune("NAME", harmless: Any);
             /// The magnitude from which a column of activations is computed in full precision, with
             /// `load_in_8bit`. Default 6.
-            llm_int8_threshold: f64 = 6.0 =>
-                finetune("X", "Magnitude from which a column of activations is computed in full precision").range(NotNegative).harmless(Any);
+            llm_int8_threshold: f64 = 6.0 => Finetune("X", range: NotNegative, harmless: Any);
             /// The linear layers that are not quantized. Default: the head.
-            llm_int8_skip_modules: Option<Vec<String>> = None =>
-                finetune("NAME", "Linear layers that are not quantized [default: the head]").names().harmless(Any);
+            llm_int8_skip_modules: Option<Vec<String>> = None => Finetune("NAME", list: Names, harmless: Any);
         }
-        "" => {
+        hidden {
             /// The arguments of the training itself. `preset`, `model`, `tokenizer` and `vocab_size` are not used.
             #[serde(skip)]
             training: TrainingArguments = TrainingArguments {
@@ -154,9 +140,9 @@ impl FinetuneArguments {
             lora_alpha: self.lora_alpha,
             lora_dropout: self.lora_dropout,
             target_modules: self.target_modules.as_ref().map(|targets| match targets {
-                TargetModulesArgument::Text(text) => TargetModules::from(text.as_str()),
+                OneOrMany::One(text) => TargetModules::from(text.as_str()),
                 // A flag is always a list, also for `all-linear`.
-                TargetModulesArgument::Names(names) => match names.as_slice() {
+                OneOrMany::Many(names) => match names.as_slice() {
                     [all] if all.eq_ignore_ascii_case("all-linear") => {
                         TargetModules::from(all.as_str())
                     }

@@ -1,7 +1,6 @@
 //! The command-line flags of a program, derived from the table of keys.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::marker::PhantomData;
 use std::path::PathBuf;
 
@@ -9,7 +8,7 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_pars
 use serde_json::{Map, Value, json};
 
 use super::format::read_file;
-use super::key::{Key, Program, at, plain};
+use super::key::{Key, List, Program, at, plain};
 use super::keys::{COMMAND_LINE, rows_of};
 use super::layers::{Configuration, Layers};
 use crate::error::listed;
@@ -18,19 +17,18 @@ use crate::{Error, Result};
 /// A flag that sets several keys.
 struct Shortcut {
     name: &'static str,
-    program: Program,
     help: &'static str,
-    sets: &'static [(&'static str, &'static str)],
+    sets: fn() -> Value,
     conflicts: &'static str,
 }
 
-// Each row is on one or two lines, so that the table can be read as a table.
+// Each row is on two lines, so that the table can be read as a table.
 #[rustfmt::skip]
-static SHORTCUTS: [Shortcut; 2] = [
-    Shortcut { name: "full", program: Program::Finetune, conflicts: "qlora", help: "Train all weights, without adapters",
-        sets: &[("use_peft", "false"), ("load_in_4bit", "false"), ("load_in_8bit", "false")] },
-    Shortcut { name: "qlora", program: Program::Finetune, conflicts: "full", help: "Quantize the weights to NF4 with double quantization, and train adapters",
-        sets: &[("use_peft", "true"), ("load_in_4bit", "true"), ("load_in_8bit", "false"), ("bnb_4bit_quant_type", "\"nf4\""), ("bnb_4bit_use_double_quant", "true")] },
+static OF_FINETUNING: [Shortcut; 2] = [
+    Shortcut { name: "full", conflicts: "qlora", help: "Train all weights, without adapters",
+        sets: || json!({ "use_peft": false, "load_in_4bit": false, "load_in_8bit": false }) },
+    Shortcut { name: "qlora", conflicts: "full", help: "Quantize the weights to NF4 with double quantization, and train adapters",
+        sets: || json!({ "use_peft": true, "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true }) },
 ];
 
 /// The flags of a program: `--config FILE`, and one for each key of its configuration. They are flattened
@@ -143,10 +141,11 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
             self.config = Some(config.clone());
         }
         let mut given = Map::new();
-        for shortcut in shortcuts::<A>().filter(|shortcut| matches.get_flag(shortcut.name)) {
-            for (key, json) in shortcut.sets {
-                let value = serde_json::from_str(json).map_err(clap_error)?;
-                given.insert((*key).to_owned(), value);
+        for shortcut in shortcuts::<A>() {
+            if let (true, Value::Object(keys)) =
+                (matches.get_flag(shortcut.name), (shortcut.sets)())
+            {
+                given.extend(keys);
             }
         }
         for key in rows_of(A::PROGRAM) {
@@ -159,13 +158,11 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
     }
 }
 
-fn shortcuts<A: Configuration>() -> impl Iterator<Item = &'static Shortcut> {
-    let of_program = |shortcut: &&Shortcut| shortcut.program == A::PROGRAM;
-    SHORTCUTS.iter().filter(of_program)
-}
-
-fn clap_error(error: impl fmt::Display) -> clap::Error {
-    clap::Error::raw(clap::error::ErrorKind::InvalidValue, error)
+fn shortcuts<A: Configuration>() -> &'static [Shortcut] {
+    match A::PROGRAM {
+        Program::Train => &[],
+        Program::Finetune => &OF_FINETUNING,
+    }
 }
 
 /// Inserts a value under a dotted name.
@@ -213,7 +210,7 @@ impl Key {
         let Some(long) = self.long() else {
             return Vec::new();
         };
-        let help = self.help::<A>(&long, defaults);
+        let help = self.help_with_values::<A>(&long, defaults);
         let arg = Arg::new(self.name).long(&long).help(help);
         let arg = arg.aliases(self.aliases(&long)).conflicts_with_all(
             rows_of(A::PROGRAM)
@@ -233,15 +230,12 @@ impl Key {
         }
         let arg = arg.value_name(self.value);
         vec![match self.list {
-            Some(commas) => {
-                let arg = arg.num_args(1..).action(ArgAction::Append);
-                if commas {
-                    arg.value_delimiter(',')
-                } else {
-                    arg
-                }
-            }
-            None => arg
+            List::Paths => arg.num_args(1..).action(ArgAction::Append),
+            List::Names => arg
+                .num_args(1..)
+                .action(ArgAction::Append)
+                .value_delimiter(','),
+            List::No => arg
                 .allow_negative_numbers(true)
                 .value_parser(move |text: &str| self.parse::<A>(text)),
         }]
@@ -258,10 +252,10 @@ impl Key {
             return (on || off).then_some(Value::Bool(on));
         }
         match self.list {
-            Some(_) => matches
+            List::Paths | List::Names => matches
                 .get_many::<String>(self.name)
                 .map(|texts| texts.cloned().collect()),
-            None => matches.get_one::<Value>(self.name).cloned(),
+            List::No => matches.get_one::<Value>(self.name).cloned(),
         }
     }
 
@@ -307,17 +301,8 @@ impl Key {
 
     /// Returns the help with the choices and with the value of each preset, so that help and behaviour cannot
     /// differ.
-    fn help<A: Configuration>(&self, long: &str, defaults: &[(&str, Value)]) -> String {
-        // One key can have different effects in the two programs.
-        let help = match A::PROGRAM {
-            Program::Train => self.help,
-            Program::Finetune => self.help_of_finetune.unwrap_or(self.help),
-        };
-        let (help, written) = match help.split_once(" [default: ") {
-            Some((help, default)) => (help, Some(default.trim_end_matches(']'))),
-            None => (help, None),
-        };
-        let mut help = help.to_owned();
+    fn help_with_values<A: Configuration>(&self, long: &str, defaults: &[(&str, Value)]) -> String {
+        let (mut help, written) = self.help(A::PROGRAM);
         let choices = self.choices::<A>();
         if !choices.is_empty() {
             help += &format!(": {}", choices.join(", "));

@@ -32,6 +32,17 @@ pub(super) enum Harmless {
     Any,
 }
 
+/// The number of values of a flag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum List {
+    /// One value.
+    No,
+    /// Several values.
+    Paths,
+    /// Several values, which may also be separated by commas.
+    Names,
+}
+
 /// A row of the table of keys: the properties of a key besides its type and its default.
 #[derive(Debug)]
 pub(super) struct Key {
@@ -46,11 +57,10 @@ pub(super) struct Key {
     pub(super) flag: Option<&'static str>,
     /// The name of the flag's value in the help; empty for a switch.
     pub(super) value: &'static str,
-    /// The value is `Some` for a flag with several values; if it is `true`, the values may also be
-    /// separated by commas.
-    pub(super) list: Option<bool>,
-    pub(super) help: &'static str,
-    /// The help in fine-tuning, if it differs.
+    pub(super) list: List,
+    /// The documentation of the field.
+    pub(super) documentation: &'static str,
+    /// The documentation in fine-tuning, if it differs.
     pub(super) help_of_finetune: Option<&'static str>,
     pub(super) range: Range,
     /// A key that this one contradicts: setting this one resets it in the layers below, and the flags conflict.
@@ -66,57 +76,85 @@ pub(super) struct Key {
     pub(super) orders_data: bool,
 }
 
-/// Declares a struct of arguments under the headings of the help. A field has its documentation, its default after `=`,
-/// and its row of the table of keys after `=>`; a field without a row is not a key. The names of the keys start with
-/// the section after `in`.
+/// Declares a struct of arguments under the headings of the help. A field has its documentation, of which the sentences
+/// before its default are the help of its flag; its default after `=`; and its row of the table of keys after `=>`: the
+/// programs that read it, the name of its flag's value (empty for a switch), and those of the other properties of [`Key`]
+/// that it has. The names of the keys start with the section after `in`. Fields in `hidden` are not keys.
 macro_rules! options {
     (
         $(#[$meta:meta])*
         pub struct $name:ident, keys $table:ident in $section:literal {
             $($heading:literal => {
                 $(
-                    $(#[$field_meta:meta])*
-                    $field:ident: $type:ty = $default:expr $(=> $row:expr)?;
+                    $(#[doc = $doc:literal])+
+                    $(#[serde($($serde:tt)*)])?
+                    $field:ident: $type:ty = $default:expr
+                        => $reader:ident($value:literal $(, $property:ident: $set:expr)*);
                 )*
             })*
+            $(hidden {
+                $($(#[$hidden_meta:meta])* $hidden:ident: $hidden_type:ty = $hidden_default:expr;)*
+            })?
         }
     ) => {
         $(#[$meta])*
         pub struct $name {
             $($(
-                $(#[$field_meta])*
+                $(#[doc = $doc])+
+                $(#[serde($($serde)*)])?
                 pub $field: $type,
             )*)*
+            $($($(#[$hidden_meta])* pub $hidden: $hidden_type,)*)?
         }
 
         impl Default for $name {
             fn default() -> Self {
                 Self {
                     $($($field: $default,)*)*
+                    $($($hidden: $hidden_default,)*)?
                 }
             }
         }
 
         /// The rows of these keys.
         pub(super) static $table: &[super::key::Key] = &[
-            $($($(
-                $row.named(concat!($section, stringify!($field)), $heading),
-            )?)*)*
+            $($(
+                super::key::Key {
+                    name: concat!($section, stringify!($field)),
+                    heading: $heading,
+                    reader: super::key::Reader::$reader,
+                    value: $value,
+                    documentation: concat!($($doc),+),
+                    $($property: $set,)*
+                    ..super::key::Key::NONE
+                },
+            )*)*
         ];
     };
 }
 pub(super) use options;
 
-const fn key(reader: Reader, value: &'static str, help: &'static str) -> Key {
+/// Returns the row of another project's key. A harmless value is dropped; any other value is an error.
+pub(super) const fn foreign(name: &'static str, harmless: Harmless, instead: &'static str) -> Key {
     Key {
+        name,
+        harmless,
+        instead,
+        ..Key::NONE
+    }
+}
+
+impl Key {
+    /// A row without properties.
+    pub(super) const NONE: Self = Self {
         name: "",
         heading: "",
-        reader,
+        reader: Reader::Neither,
         spellings: &[],
         flag: None,
-        value,
-        list: None,
-        help,
+        value: "",
+        list: List::No,
+        documentation: "",
         help_of_finetune: None,
         range: Range::Any,
         excludes: "",
@@ -124,93 +162,27 @@ const fn key(reader: Reader, value: &'static str, help: &'static str) -> Key {
         instead: "",
         per_rank: false,
         orders_data: false,
-    }
-}
+    };
 
-/// Returns the row of a key that both programs read, with the name of its flag's value (empty for a switch) and its help.
-/// A help that ends with `[default: …]` describes the effect of a missing value; other defaults are those of the fields.
-pub(super) const fn both(value: &'static str, help: &'static str) -> Key {
-    key(Reader::Both, value, help)
-}
-
-/// Returns the row of a key that only training from scratch reads.
-pub(super) const fn train(value: &'static str, help: &'static str) -> Key {
-    key(Reader::Train, value, help)
-}
-
-/// Returns the row of a key that only fine-tuning reads.
-pub(super) const fn finetune(value: &'static str, help: &'static str) -> Key {
-    key(Reader::Finetune, value, help)
-}
-
-/// Returns the row of another project's key. A harmless value is dropped; any other value is an error.
-pub(super) const fn foreign(name: &'static str, harmless: Harmless, instead: &'static str) -> Key {
-    let key = key(Reader::Neither, "", "").named(name, "");
-    key.harmless(harmless).instead(instead)
-}
-
-impl Key {
-    pub(super) const fn named(mut self, name: &'static str, heading: &'static str) -> Self {
-        self.name = name;
-        self.heading = heading;
-        self
-    }
-
-    pub(super) const fn range(mut self, range: Range) -> Self {
-        self.range = range;
-        self
-    }
-
-    pub(super) const fn also(mut self, spellings: &'static [&'static str]) -> Self {
-        self.spellings = spellings;
-        self
-    }
-
-    pub(super) const fn flag(mut self, flag: &'static str) -> Self {
-        self.flag = Some(flag);
-        self
-    }
-
-    /// Makes the flag take several values.
-    pub(super) const fn paths(mut self) -> Self {
-        self.list = Some(false);
-        self
-    }
-
-    /// Makes the flag take several values, which may also be separated by commas.
-    pub(super) const fn names(mut self) -> Self {
-        self.list = Some(true);
-        self
-    }
-
-    pub(super) const fn finetune(mut self, help: &'static str) -> Self {
-        self.help_of_finetune = Some(help);
-        self
-    }
-
-    pub(super) const fn per_rank(mut self) -> Self {
-        self.per_rank = true;
-        self
-    }
-
-    pub(super) const fn orders_data(mut self) -> Self {
-        self.orders_data = true;
-        self
-    }
-
-    pub(super) const fn excludes(mut self, other: &'static str) -> Self {
-        self.excludes = other;
-        self
-    }
-
-    pub(super) const fn harmless(mut self, harmless: Harmless) -> Self {
-        self.harmless = harmless;
-        self
-    }
-
-    pub(super) const fn instead(mut self, remedy: &'static str) -> Self {
-        self.instead = remedy;
-        self
+    /// Returns the help of the key in a program, and the effect of a missing value if its documentation describes it.
+    pub(super) fn help(&self, program: Program) -> (String, Option<&'static str>) {
+        let own = self.help_of_finetune;
+        let own = own.filter(|_| program == Program::Finetune);
+        let text = own.unwrap_or(self.documentation).trim();
+        let (text, default) = text.split_once(" Default").unwrap_or((text, ""));
+        let text = text.trim_end_matches('.');
+        let shorter = text.strip_prefix("If `true`, ");
+        let text = shorter.or(text.strip_prefix("The ")).unwrap_or(text);
+        let mut help = text.to_owned();
+        if let Some(first) = help.get_mut(..1) {
+            first.make_ascii_uppercase();
+        }
+        (
+            help,
+            default
+                .strip_prefix(": ")
+                .map(|default| default.trim_end_matches('.')),
+        )
     }
 
     pub(super) fn is_read_by(&self, program: Program) -> bool {

@@ -1,8 +1,8 @@
 //! The arguments of a run: plain data, the validation of its values, and the files, flags and presets that it is read from.
 //!
 //! An option is added in one place, the `options!` block of `training.rs`, `model.rs` or `finetune.rs`: a field with its
-//! documentation, its default, and its row (the program that reads it, its other names, its range, its help). The key in
-//! files, the flag, the help, the errors and the tables of the guide follow from it; what is left is the code in which it
+//! documentation, its default, and its row (the program that reads it, its other names, its range). The key in files, the
+//! flag, its help, the errors and the tables of the guide follow from it; what is left is the code in which it
 //! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its recipe in `run/optimizer.rs`.
 
 mod choices;
@@ -24,8 +24,8 @@ mod validate;
 
 pub use choices::{
     ComputeDtype, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights,
-    OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy,
-    SequenceMode, TargetModulesArgument,
+    OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy,
+    SaveStrategy, SequenceMode,
 };
 pub use finetune::FinetuneArguments;
 pub use flags::ConfigArgs;

@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::key::Range::{AtLeast, Positive};
-use super::key::{options, train};
+use super::key::options;
 use crate::Result;
-use crate::error::invalid;
+use crate::error::refuse;
 
 options! {
     /// The shape of a Llama model to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
@@ -17,39 +17,37 @@ options! {
     #[serde(default, deny_unknown_fields)]
     pub struct ModelArguments, keys MODEL in "model." {
         "Model" => {
-            /// The architecture; only `llama` can be trained from scratch.
-            model_type: String = "llama".to_owned() => train("NAME", "Architecture; only llama can be trained from scratch");
+            /// The architecture; only llama can be trained from scratch.
+            model_type: String = "llama".to_owned() => Train("NAME");
             /// The size of the hidden states. Default 256.
-            hidden_size: u64 = 256 => train("N", "Size of the hidden states").range(AtLeast(1));
+            hidden_size: u64 = 256 => Train("N", range: AtLeast(1));
             /// The size of the feed-forward layers. Default 688.
-            intermediate_size: u64 = 688 => train("N", "Size of the feed-forward layers").range(AtLeast(1));
+            intermediate_size: u64 = 688 => Train("N", range: AtLeast(1));
             /// The number of decoder layers. Default 6.
-            num_hidden_layers: u64 = 6 => train("N", "Number of decoder layers").range(AtLeast(1));
+            num_hidden_layers: u64 = 6 => Train("N", range: AtLeast(1));
             /// The number of query heads. Default 4.
-            num_attention_heads: u64 = 4 => train("N", "Number of query heads").range(AtLeast(1));
+            num_attention_heads: u64 = 4 => Train("N", range: AtLeast(1));
             /// The number of key and value heads; fewer than query heads is grouped-query attention. Default: the
             /// number of query heads.
-            num_key_value_heads: Option<u64> = None =>
-                train("N", "Number of key and value heads [default: the number of query heads]").range(AtLeast(1));
-            /// The size of a head. Default: `hidden_size / num_attention_heads`.
+            num_key_value_heads: Option<u64> = None => Train("N", range: AtLeast(1));
+            /// The size of a head. Default: hidden size / query heads.
             head_dim: Option<u64> = None =>
-                train("N", "Size of a head [default: hidden size / query heads]")
-                    .range(AtLeast(2)).instead("give an even number, or change `hidden_size` or `num_attention_heads`");
-            /// The maximum sequence length of the model, at least `context_length`. Default: `context_length`.
-            max_position_embeddings: Option<u64> = None =>
-                train("N", "Maximum sequence length of the model [default: the context length]").range(AtLeast(1));
+                Train("N", range: AtLeast(2),
+                    instead: "give an even number, or change `hidden_size` or `num_attention_heads`");
+            /// The maximum sequence length of the model, at least the context length. Default: the context length.
+            max_position_embeddings: Option<u64> = None => Train("N", range: AtLeast(1));
             /// The base of the rotary position embeddings. Default 10000.
-            rope_theta: f64 = 10_000.0 => train("X", "Base of the rotary position embeddings").range(Positive);
+            rope_theta: f64 = 10_000.0 => Train("X", range: Positive);
             /// The epsilon of RMSNorm. Default 1e-6.
-            rms_norm_eps: f64 = 1e-6 => train("X", "Epsilon of RMSNorm").range(Positive);
+            rms_norm_eps: f64 = 1e-6 => Train("X", range: Positive);
             /// The standard deviation of the initial weights. Default 0.02.
-            initializer_range: f64 = 0.02 => train("X", "Standard deviation of the initial weights").range(Positive);
+            initializer_range: f64 = 0.02 => Train("X", range: Positive);
             /// If `true`, the output layer shares the weights of the embedding. Default `true`.
-            tie_word_embeddings: bool = true => train("", "Share the weights of the embedding with the output layer");
+            tie_word_embeddings: bool = true => Train("");
             /// If `true`, the attention projections have biases. Default `false`.
-            attention_bias: bool = false => train("", "Add biases to the attention projections");
+            attention_bias: bool = false => Train("");
             /// If `true`, the feed-forward projections have biases. Default `false`.
-            mlp_bias: bool = false => train("", "Add biases to the feed-forward projections");
+            mlp_bias: bool = false => Train("");
         }
     }
 }
@@ -139,51 +137,29 @@ impl ModelArguments {
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) with the key.
     pub(crate) fn validate(&self, vocab_size: u64, context_length: u64) -> Result<()> {
-        if self.model_type != "llama" {
-            let expected = "`llama`, the only architecture that can be trained from scratch";
-            return invalid("model.model_type", &self.model_type, expected);
-        }
-        let heads = self.num_attention_heads;
-        if self.head_dim.is_none() && !self.hidden_size.is_multiple_of(heads) {
-            let expected =
-                format!("a multiple of `num_attention_heads` ({heads}), unless `head_dim` is set");
-            return invalid("model.hidden_size", self.hidden_size, expected);
-        }
-        if !self.head_features().is_multiple_of(2) || self.head_features() == 0 {
-            return invalid(
-                "model.head_dim",
-                self.head_features(),
-                "even, because rotary embeddings rotate pairs of features; give an even number, or change \
-                 `hidden_size` or `num_attention_heads`",
-            );
-        }
-        if !heads.is_multiple_of(self.key_value_heads()) {
-            let expected = format!("a divisor of `num_attention_heads` ({heads})");
-            return invalid(
-                "model.num_key_value_heads",
-                self.key_value_heads(),
-                expected,
-            );
-        }
         const MAX_LAYERS: u64 = 1 << 16;
-        if self.num_hidden_layers > MAX_LAYERS {
-            let expected = format!("at most {MAX_LAYERS}");
-            return invalid("model.num_hidden_layers", self.num_hidden_layers, expected);
-        }
+        let (heads, kv_heads) = (self.num_attention_heads, self.key_value_heads());
+        let (layers, features) = (self.num_hidden_layers, self.head_features());
+        let divides = self.hidden_size.is_multiple_of(heads) || self.head_dim.is_some();
         // libtorch counts bytes in 63 bits, and a parameter has up to eight.
         let (parameters, most) = (self.parameters(vocab_size), i64::MAX.unsigned_abs() / 8);
-        if parameters > most {
-            let expected = format!(
-                "of at most {most} parameters; make `hidden_size` or `intermediate_size` smaller"
-            );
-            return invalid("model", format!("of {parameters} parameters"), expected);
-        }
         let positions = self.max_position_embeddings.unwrap_or(context_length);
-        if positions < context_length {
-            let expected =
-                format!("at least `context_length` ({context_length}); raise it or leave it out");
-            return invalid("model.max_position_embeddings", positions, expected);
-        }
+        #[rustfmt::skip]
+        refuse(&[
+            (self.model_type != "llama", "model.model_type", &self.model_type,
+                "`llama`, the only architecture that can be trained from scratch"),
+            (!divides, "model.hidden_size", &self.hidden_size,
+                &format!("a multiple of `num_attention_heads` ({heads}), unless `head_dim` is set")),
+            (!features.is_multiple_of(2) || features == 0, "model.head_dim", &features,
+                "even, because rotary embeddings rotate pairs of features; give an even number, or change `hidden_size` or `num_attention_heads`"),
+            (!heads.is_multiple_of(kv_heads), "model.num_key_value_heads", &kv_heads,
+                &format!("a divisor of `num_attention_heads` ({heads})")),
+            (layers > MAX_LAYERS, "model.num_hidden_layers", &layers, &format!("at most {MAX_LAYERS}")),
+            (parameters > most, "model", &format!("of {parameters} parameters"),
+                &format!("of at most {most} parameters; make `hidden_size` or `intermediate_size` smaller")),
+            (positions < context_length, "model.max_position_embeddings", &positions,
+                &format!("at least `context_length` ({context_length}); raise it or leave it out")),
+        ])?;
         Ok(())
     }
 }

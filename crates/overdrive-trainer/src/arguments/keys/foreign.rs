@@ -15,27 +15,24 @@ macro_rules! without_effect {
     ($($name:literal,)*) => { &[$(foreign($name, Any, ""),)*] };
 }
 
-// Liger's kernels do not change the losses: `fused_kernels`, on by default, is their equivalent. Batches are always in
+// Worker threads live as long as the loader. Liger's kernels do not change the losses: `fused_kernels`, on by default, is their equivalent. Batches are always in
 // order. Each line holds as many keys as fit, so that the list can be read as a list.
 #[rustfmt::skip]
 pub(super) static WITHOUT_EFFECT: &[Key] = without_effect! {
-    "activation_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",
-    "liger_kernel_config", "average_tokens_across_devices", "dataloader_multiprocessing_context",
+    "activation_checkpointing_kwargs", "dataloader_persistent_workers", "persistent_workers", "torch_compile_backend",
+    "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "average_tokens_across_devices", "dataloader_multiprocessing_context",
     "dataloader_in_order", "remove_unused_columns", "label_names", "logging_first_step", "logging_nan_inf_filter",
     "include_num_input_tokens_seen", "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "run_name",
     "eval_accumulation_steps", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object",
     "batch_eval_metrics", "skip_memory_metrics", "save_on_each_node", "restore_callback_states_from_checkpoint",
     "fsdp_config", "accelerator_config", "hub_model_id", "hub_token", "hub_private_repo", "hub_strategy",
-    "hub_always_push", "hub_revision", "peft_type", "inference_mode", "trust_remote_code", "quant_method",
-    "bnb_4bit_quant_storage", "do_train", "do_eval",
+    "hub_always_push", "hub_revision", "peft_type", "task_type", "lora_task_type", "inference_mode",
+    "trust_remote_code", "quant_method", "bnb_4bit_quant_storage", "do_train", "do_eval",
 };
 
 // Each row is on one line, so that the table can be read as a table.
 #[rustfmt::skip]
 pub(super) static KEYS: &[Key] = &[
-    // Worker threads live as long as the loader.
-    foreign("dataloader_persistent_workers", Any, "").also(&["persistent_workers"]),
-    foreign("task_type", Any, "").also(&["lora_task_type"]),
     // Memory and speed.
     foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on by default) has the kernels that it would generate for training, and overdrive-packages runs packages of torch's compiler"),
     foreign("bf16_full_eval", Only("false"), SAME_PRECISION),

@@ -158,8 +158,8 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
     for part in [
         "Optimizer: adamw_torch, adamw_torch_fused, ",
         "adafactor, sgd, muon [default: adamw_torch_fused]",
-        "Number of threads that prepare batches; it does not change the batches [default: 1]",
-        "Use one fused kernel each for norms, rotary embeddings, gates and the loss [default: on; off: --no-fused-kernels]",
+        "Number of threads that prepare batches; it does not change the batches. With 0 each batch is prepared on request [default: 1]",
+        "Norms, rotary embeddings, gates and the loss use one fused kernel each [default: on; off: --no-fused-kernels]",
         "--hidden-size <N>",
         "[default: tiny 256, small 384]",
     ] {
@@ -170,7 +170,7 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
         .render_long_help()
         .to_string();
     assert!(
-        help.contains("Highest learning rate [default: 0.0002]"),
+        help.contains("Highest learning rate of the schedule [default: 0.0002]"),
         "{help}"
     );
     assert!(help.contains("--qlora") && !help.contains("--vocab-size"));
@@ -313,10 +313,7 @@ mod guide {
     }
 
     fn default_of(key: &Key) -> String {
-        let written = key
-            .help
-            .split_once("[default: ")
-            .map(|(_, text)| text.trim_end_matches(']'));
+        let (_, written) = key.help(Program::Train);
         let text = |defaults: Vec<(&str, Value)>| {
             let text = key.default_text(&defaults);
             text.or(written.map(str::to_owned)).unwrap_or_default()
@@ -346,7 +343,7 @@ mod guide {
             let flag = key
                 .long()
                 .map_or_else(String::new, |long| format!("`--{long}`"));
-            let help = key.help.split(" [default: ").next().unwrap();
+            let (help, _) = key.help(Program::Train);
             // A browser breaks lines at spaces only, and JSON has none.
             let default = default_of(key).replace(",\"", ", \"");
             table += &format!(

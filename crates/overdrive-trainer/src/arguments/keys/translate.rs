@@ -78,9 +78,10 @@ fn open_sections(
 ) -> Result<()> {
     for section in SECTIONS {
         for name in section.names {
-            let Some(Value::Object(mut inner)) = take_if(values, name, Value::is_object) else {
+            let Some(Value::Object(mut inner)) = values.get(*name).cloned() else {
                 continue;
             };
+            values.shift_remove(*name);
             // Trainers with sections switch a section off with `enabled: false`, and keep its other
             // keys in the file.
             if inner.shift_remove("enabled") == Some(Value::Bool(false)) {
@@ -259,15 +260,6 @@ fn shell_word(path: &Path) -> String {
         true => text,
         false => format!("'{}'", text.replace('\'', r"'\''")),
     }
-}
-
-fn take_if(
-    values: &mut Map<String, Value>,
-    name: &str,
-    wanted: impl Fn(&Value) -> bool,
-) -> Option<Value> {
-    let found = values.get(name).is_some_and(wanted);
-    found.then(|| values.shift_remove(name)).flatten()
 }
 
 /// Inserts a value under `key`; a different value that is there already is an error.
