@@ -12,7 +12,7 @@ use tch::Tensor;
 use crate::Result;
 use crate::arguments::{OptimizerName, TrainingArguments};
 
-/// The name of the parameter group that Muon trains.
+/// The name of the parameter group that Muon trains, of [`DecayRule::groups_with_muon`].
 const MUON: &str = "muon";
 
 type Built = overdrive_optim::Result<Box<dyn Optimizer>>;
@@ -23,7 +23,6 @@ pub(crate) struct Recipe {
     pub(crate) memory: OptimizerMemory,
     /// The states in a snapshot.
     pub(crate) stored: OptimizerMemory,
-    regroup: fn(Vec<ParamGroup>) -> Vec<ParamGroup>,
     build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
 }
 
@@ -35,29 +34,28 @@ impl Recipe {
         Self {
             stored: memory,
             memory,
-            regroup: |groups| groups,
             build,
         }
     }
 
-    /// Returns the recipe of an optimizer whose states are not in the device's memory, but are as large in a
-    /// snapshot as those of other optimizers.
-    fn paged(
-        stored: OptimizerMemory,
-        build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
-    ) -> Self {
+    /// Returns the recipe with the states elsewhere than in the memory of the device.
+    fn paged(self) -> Self {
         Self {
-            stored,
-            ..Self::new(OptimizerMemory::PagedAdamW, build)
+            memory: OptimizerMemory::PagedAdamW,
+            ..self
         }
     }
+}
+
+fn boxed<O: Optimizer + 'static>(optimizer: overdrive_optim::Result<O>) -> Built {
+    Ok(Box::new(optimizer?))
 }
 
 impl OptimizerName {
     pub(crate) fn recipe(self) -> Recipe {
         match self {
             Self::AdamwTorchFused => Recipe::new(OptimizerMemory::AdamW, |options, groups| {
-                Ok(Box::new(AdamW::new(groups, options.adamw())?))
+                boxed(AdamW::new(groups, options.adamw()))
             }),
             Self::Adamw8bit => Recipe::new(OptimizerMemory::AdamW8bit, |options, groups| {
                 let config = AdamW8bitConfig {
@@ -68,30 +66,30 @@ impl OptimizerName {
                     full_precision_names: embeddings(),
                     ..AdamW8bitConfig::default()
                 };
-                Ok(Box::new(AdamW8bit::new(groups, config)?))
+                boxed(AdamW8bit::new(groups, config))
             }),
-            Self::PagedAdamw32bit => Recipe::paged(OptimizerMemory::AdamW, |options, groups| {
-                let config = options.paged_adamw(StateBits::ThirtyTwo);
-                Ok(Box::new(PagedAdamW::new(groups, config)?))
-            }),
-            Self::PagedAdamw8bit => Recipe::paged(OptimizerMemory::AdamW8bit, |options, groups| {
-                let config = options.paged_adamw(StateBits::Eight);
-                Ok(Box::new(PagedAdamW::new(groups, config)?))
-            }),
+            Self::PagedAdamw32bit => Recipe::new(OptimizerMemory::AdamW, |options, groups| {
+                options.paged_adamw(groups, StateBits::ThirtyTwo)
+            })
+            .paged(),
+            Self::PagedAdamw8bit => Recipe::new(OptimizerMemory::AdamW8bit, |options, groups| {
+                options.paged_adamw(groups, StateBits::Eight)
+            })
+            .paged(),
             Self::Lion32bit => Recipe::new(OptimizerMemory::Lion, |options, groups| {
                 let config = LionConfig {
                     learning_rate: options.learning_rate,
                     betas: options.betas(),
                     weight_decay: options.weight_decay,
                 };
-                Ok(Box::new(Lion::new(groups, config)?))
+                boxed(Lion::new(groups, config))
             }),
             Self::Adafactor => Recipe::new(OptimizerMemory::Adafactor, |options, groups| {
                 let config = AdafactorConfig {
                     weight_decay: options.weight_decay,
                     ..AdafactorConfig::with_learning_rate(options.learning_rate)
                 };
-                Ok(Box::new(Adafactor::new(groups, config)?))
+                boxed(Adafactor::new(groups, config))
             }),
             Self::Sgd => Recipe::new(OptimizerMemory::Sgd, |options, groups| {
                 let config = SgdConfig {
@@ -99,12 +97,9 @@ impl OptimizerName {
                     weight_decay: options.weight_decay,
                     ..SgdConfig::default()
                 };
-                Ok(Box::new(Sgd::new(groups, config)?))
+                boxed(Sgd::new(groups, config))
             }),
-            Self::Muon => Recipe {
-                regroup: with_muon_group,
-                ..Recipe::new(OptimizerMemory::Muon, TrainingArguments::muon)
-            },
+            Self::Muon => Recipe::new(OptimizerMemory::Muon, TrainingArguments::muon),
         }
     }
 }
@@ -130,10 +125,12 @@ impl TrainingArguments {
             true => DecayRule::default(),
             false => DecayRule::without_embeddings(),
         };
-        let recipe = self.optim.recipe();
         // Before sharding, so that all processes form the same groups.
-        let groups = (recipe.regroup)(rule.groups(parameters, self.weight_decay));
-        let build = |own| (recipe.build)(self, own);
+        let groups = match self.optim {
+            OptimizerName::Muon => rule.groups_with_muon(parameters, self.weight_decay),
+            _ => rule.groups(parameters, self.weight_decay),
+        };
+        let build = |own| (self.optim.recipe().build)(self, own);
         if self.shards_optimizer() {
             return Ok(Box::new(ZeroRedundancyOptimizer::new(
                 group, groups, build,
@@ -161,8 +158,8 @@ impl TrainingArguments {
         }
     }
 
-    fn paged_adamw(&self, state_bits: StateBits) -> PagedAdamWConfig {
-        PagedAdamWConfig {
+    fn paged_adamw(&self, groups: Vec<ParamGroup>, state_bits: StateBits) -> Built {
+        let config = PagedAdamWConfig {
             learning_rate: self.learning_rate,
             betas: self.betas(),
             eps: self.adam_epsilon,
@@ -170,7 +167,8 @@ impl TrainingArguments {
             state_bits,
             full_precision_names: embeddings(),
             ..PagedAdamWConfig::default()
-        }
+        };
+        boxed(PagedAdamW::new(groups, config))
     }
 
     /// Returns Muon over its own group, and AdamW over the others.
@@ -195,32 +193,6 @@ impl TrainingArguments {
         }
         Ok(Box::new(CombinedOptimizer::new(optimizers)?))
     }
-}
-
-/// Moves the matrices of the blocks, which Muon trains, into a group of their own before the others.
-/// Embeddings and the head stay in their groups.
-fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
-    let mut all = Vec::new();
-    for mut group in groups {
-        let of_adamw = |name: &str| {
-            let mut tables = EMBEDDING_NAMES.into_iter();
-            name.contains("lm_head") || tables.any(|table| name.contains(table))
-        };
-        let is_matrix = |name: &str, tensor: &Tensor| tensor.dim() == 2 && !of_adamw(name);
-        // Norms and biases are in the group without decay, so this one has all matrices for Muon.
-        if group.name == "decay" {
-            let (matrices, others): (Vec<_>, Vec<_>) = std::mem::take(&mut group.parameters)
-                .into_iter()
-                .partition(|(name, tensor)| is_matrix(name, tensor));
-            group.parameters = others;
-            let mut muon = ParamGroup::new(MUON, matrices);
-            muon.weight_decay = group.weight_decay;
-            all.insert(0, muon);
-        }
-        all.push(group);
-    }
-    all.retain(|group| !group.parameters.is_empty());
-    all
 }
 
 #[cfg(test)]
@@ -287,7 +259,7 @@ mod tests {
 
     #[test]
     fn muon_trains_neither_embeddings_nor_the_head() {
-        let groups = with_muon_group(DecayRule::default().groups(parameters(), 0.1));
+        let groups = DecayRule::default().groups_with_muon(parameters(), 0.1);
         assert_eq!(
             groups.iter().map(names).collect::<Vec<_>>(),
             [
