@@ -29,8 +29,7 @@ impl TrainingArguments {
             self.per_device_train_batch_size,
             self.gradient_accumulation_steps,
         );
-        let plan = BatchPlan::new(micro_batch, steps, world_size as u64);
-        plan.map_err(accumulation_error)
+        Ok(BatchPlan::new(micro_batch, steps, world_size as u64)?)
     }
 
     /// Sets the micro-batch and the accumulation to those of `plan`.
@@ -63,29 +62,13 @@ impl TrainingArguments {
         })
     }
 
-    /// Returns the plan of the same effective batch with the largest micro-batch that is not larger than the present
-    /// one and whose estimated peak is at most `limit_bytes`; `None` if not even a micro-batch of 1 fits.
-    ///
-    /// # Errors
-    /// As [`batch_plan`](Self::batch_plan) and [`estimated_peak`](Self::estimated_peak).
-    pub fn batch_that_fits(
-        &self,
-        shape: DecoderShape,
-        precision: Precision,
-        limit_bytes: u64,
-        world_size: usize,
-    ) -> Result<Option<BatchPlan>> {
-        let peak = |plan| self.estimated_peak(shape, precision, plan);
-        largest_that_fits(self.batch_plan(world_size)?, limit_bytes, peak)
-    }
-
     /// With `auto_find_batch_size`, divides the effective batch into micro-batches that fit into the free memory of
     /// the `device` of each process of the group by the estimate, and returns a line about a change. Nothing changes
     /// without the key, where the free memory is unknown, or where not even a micro-batch of 1 fits by the estimate,
     /// which may be wrong.
     ///
     /// # Errors
-    /// As [`batch_that_fits`](Self::batch_that_fits), and errors of the group.
+    /// As [`batch_plan`](Self::batch_plan) and [`estimated_peak`](Self::estimated_peak), and errors of the group.
     pub fn fit_batch(
         &mut self,
         shape: DecoderShape,
@@ -147,9 +130,13 @@ impl TrainingArguments {
     ) -> Result<bool> {
         // With several processes, memory may have run out on only one of them, while the others wait for it.
         let searches = self.auto_find_batch_size && group.world_size() == 1;
-        if !searches || !is_out_of_memory(error) || !self.halve_batch(1)? {
+        if !searches || !is_out_of_memory(error) {
             return Ok(false);
         }
+        let Some(batch) = self.batch_plan(1)?.halved() else {
+            return Ok(false);
+        };
+        self.set_batch_plan(batch);
         // An explicitly named snapshot, which may belong to another run, stays the newest until this run has
         // saved its own.
         if let (Some(root), Some(ResumeFromCheckpoint::Folder(_))) =
@@ -158,25 +145,11 @@ impl TrainingArguments {
         {
             self.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
         }
-        let batch = self.batch_plan(1)?;
         say(&format!(
             "            memory ran out; again with {batch}, from the last snapshot if there is one"
         ));
         memory::empty_cache(self.device(group))?;
         Ok(true)
-    }
-
-    /// Sets the next smaller division of the same effective batch, with a micro-batch of at most half, after memory ran
-    /// out. Returns `false` if the micro-batch is 1.
-    ///
-    /// # Errors
-    /// As [`batch_plan`](Self::batch_plan).
-    pub fn halve_batch(&mut self, world_size: usize) -> Result<bool> {
-        let smaller = self.batch_plan(world_size)?.halved();
-        if let Some(plan) = smaller {
-            self.set_batch_plan(plan);
-        }
-        Ok(smaller.is_some())
     }
 }
 
@@ -302,19 +275,6 @@ pub fn usable_memory(device: Device) -> Option<u64> {
     free_memory(device).map(|bytes| (bytes as f64 * USED_FRACTION) as u64)
 }
 
-/// Converts an error of a batch plan to the error of an option, because the numbers of the plan come from keys.
-pub(crate) fn accumulation_error(error: overdrive_accumulation::Error) -> Error {
-    match error {
-        overdrive_accumulation::Error::Common(common) => common.into(),
-        other => overdrive_core::Error::option(
-            "gradient_accumulation_steps",
-            "too large",
-            format!("smaller: {other}"),
-        )
-        .into(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -340,18 +300,18 @@ mod tests {
                 .estimated_peak(shape, Precision::Fp32, plan)
                 .unwrap()
         };
+        let fits = |limit| {
+            let peak = |plan| arguments.estimated_peak(shape, Precision::Fp32, plan);
+            largest_that_fits(arguments.batch_plan(1).unwrap(), limit, peak).unwrap()
+        };
         for (micro, larger) in [(24, 48), (16, 24), (12, 16), (1, 2)] {
             for limit in [peak(micro), peak(larger) - 1] {
-                let found = arguments
-                    .batch_that_fits(shape, Precision::Fp32, limit, 1)
-                    .unwrap()
-                    .unwrap();
+                let found = fits(limit).unwrap();
                 assert_eq!(found.micro_batch(), micro);
                 assert_eq!(found.effective_batch(), 48);
             }
         }
-        let none = arguments.batch_that_fits(shape, Precision::Fp32, peak(1) - 1, 1);
-        assert_eq!(none.unwrap(), None);
+        assert_eq!(fits(peak(1) - 1), None);
     }
 
     #[test]
@@ -364,10 +324,12 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_is_halved_down_to_one() {
+    fn a_batch_is_halved_down_to_one_when_memory_runs_out() {
         let (mut arguments, _) = arguments();
+        let group = ProcessGroup::single();
+        let error = tch::TchError::Torch("CUDA out of memory.".to_owned());
         let mut sizes = Vec::new();
-        while arguments.halve_batch(1).unwrap() {
+        while arguments.retry(&group, &error, &mut |_| ()).unwrap() {
             assert_eq!(arguments.sequences_per_step(), 48);
             sizes.push(arguments.per_device_train_batch_size);
         }

@@ -33,7 +33,6 @@ pub use snapshots::BestModel;
 pub use summary::RunSummary;
 pub use training_run::TrainingRun;
 
-pub(crate) use batch_fit::accumulation_error;
 pub(crate) use fingerprints::model_digest;
 pub(crate) use summary::tensor_bytes;
 pub(crate) use training_run::shared;

@@ -61,13 +61,13 @@ impl TrainingArguments {
     /// Returns the device of this process: the CPU, or the GPU of the local rank.
     pub fn device(&self, group: &ProcessGroup) -> Device {
         match self.backend_and_device(group.world_size()) {
-            Ok((_, OnGpu(true))) => group.device(),
+            Ok((_, true)) => group.device(),
             // `init_process_group` has returned the error of several processes that cannot use their GPUs.
             _ => Device::Cpu,
         }
     }
 
-    fn backend_and_device(&self, processes: usize) -> Result<(Backend, OnGpu)> {
+    fn backend_and_device(&self, processes: usize) -> Result<(Backend, bool)> {
         let gpus = match tch::Cuda::is_available() {
             true => usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
             false => 0,
@@ -82,11 +82,7 @@ impl TrainingArguments {
     }
 }
 
-/// If `true`, the processes train on their GPUs, else on the CPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct OnGpu(bool);
-
-/// Chooses the backend and the kind of device for `processes` processes on machines with `gpus` GPUs each.
+/// Chooses the backend, and `true` to train on GPUs or `false` to train on the CPU, for `processes` processes on machines with `gpus` GPUs each.
 ///
 /// One process uses a GPU if there is one. Several use GPUs over NCCL only: Gloo reduces tensors on the CPU. They
 /// use the CPU if there is no GPU, if `use_cpu` is set, or if `ddp_backend` is `gloo`.
@@ -99,16 +95,16 @@ fn select_backend(
     nccl: bool,
     use_cpu: bool,
     ddp_backend: Option<DdpBackend>,
-) -> Result<(Backend, OnGpu)> {
+) -> Result<(Backend, bool)> {
     let has_gpu = gpus > 0;
     Ok(match ddp_backend {
-        _ if processes == 1 => (Backend::Gloo, OnGpu(has_gpu && !use_cpu)),
-        Some(DdpBackend::Gloo) => (Backend::Gloo, OnGpu(false)),
+        _ if processes == 1 => (Backend::Gloo, has_gpu && !use_cpu),
+        Some(DdpBackend::Gloo) => (Backend::Gloo, false),
         // NCCL was requested explicitly: if the feature or a GPU is missing, the error of the process group
         // says which.
-        Some(DdpBackend::Nccl) => (Backend::Nccl, OnGpu(has_gpu && !use_cpu)),
-        None if use_cpu || !has_gpu => (Backend::Gloo, OnGpu(false)),
-        None if nccl => (Backend::Nccl, OnGpu(true)),
+        Some(DdpBackend::Nccl) => (Backend::Nccl, has_gpu && !use_cpu),
+        None if use_cpu || !has_gpu => (Backend::Gloo, false),
+        None if nccl => (Backend::Nccl, true),
         None => {
             return invalid(
                 "ddp_backend",
@@ -146,9 +142,8 @@ mod tests {
             (2, 2, true, false, nccl, (Nccl, true)),
         ] {
             let found = select_backend(processes, gpus, built_in, use_cpu, asked);
-            let (backend, OnGpu(on_gpu)) = found.unwrap();
             assert_eq!(
-                (backend, on_gpu),
+                found.unwrap(),
                 expected,
                 "{processes} {gpus} {built_in} {use_cpu} {asked:?}"
             );
