@@ -18,7 +18,9 @@ use overdrive::datasets::LabeledTexts;
 use overdrive::distributed::ProcessGroup;
 use overdrive::lora::trainable_parameters;
 use overdrive::optim::LrSchedulerType;
-use overdrive::trainer::{ClassificationTask, TrainingArguments, TrainingRun, exit, print_line};
+use overdrive::trainer::{
+    ClassificationTask, RunOptions, TrainingArguments, TrainingRun, exit, print_line,
+};
 use tch::Device;
 
 /// Fine-tunes a sequence classifier on texts with labels
@@ -100,8 +102,9 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         ..arguments
     };
     let mut loader = task.loader(&train, batch_size, flags.seed)?;
-    let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
-        .start(trainable_parameters(&mut task.model)?, &mut loader)?;
+    let (group, options) = (ProcessGroup::single(), RunOptions::default());
+    let parameters = trainable_parameters(&mut task.model)?;
+    let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
     task.model.set_training(true)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {

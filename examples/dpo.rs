@@ -18,7 +18,8 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     DpoConfig, DpoLossType, FinetuneArgs, FinetuneArguments, Finetuned, PreferenceTask,
-    RewardTotals, RunEnd, TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
+    RewardTotals, RunEnd, RunOptions, TrainingRun, exit_or_resume, find_executable_batch_size,
+    print_line,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -90,11 +91,14 @@ pub(crate) fn train(
     arguments.training.continue_in(&folder);
 
     let mut loader = task.train_loader(arguments)?;
-    let mut run = TrainingRun::builder(&arguments.training, group)
-        .precision(task.precision)
-        .folder(folder.clone())
-        .fingerprints(task.fingerprints.clone())
-        .start(task.model.parameters(), &mut loader)?;
+    let options = RunOptions {
+        precision: Some(task.precision),
+        folder: Some(folder.clone()),
+        fingerprints: Some(task.fingerprints.clone()),
+        ..RunOptions::default()
+    };
+    let parameters = task.model.parameters();
+    let mut run = TrainingRun::start(&arguments.training, group, parameters, &mut loader, options)?;
 
     let mut rewards = RewardTotals::default();
     run.evaluate_on_start(|| task.evaluate(arguments, group))?;

@@ -18,7 +18,7 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd,
+    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunOptions,
     TrainingRun, batch_loss, exit_or_resume, find_executable_batch_size, print_line,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
@@ -116,12 +116,15 @@ fn train(
         folder = Some(opened);
     }
     let mut loader = task.train_loader(arguments)?;
-    let mut run = TrainingRun::builder(&arguments.training, group)
-        .precision(task.precision)
-        .folder(folder.clone())
-        .fingerprints(task.fingerprints.clone())
-        .flops(task.model.flops())
-        .start(task.model.parameters(), &mut loader)?;
+    let options = RunOptions {
+        precision: Some(task.precision),
+        folder: folder.clone(),
+        fingerprints: Some(task.fingerprints.clone()),
+        flops: Some(task.model.flops()),
+        ..RunOptions::default()
+    };
+    let parameters = task.model.parameters();
+    let mut run = TrainingRun::start(&arguments.training, group, parameters, &mut loader, options)?;
 
     task.model.model.set_training(true)?;
     run.evaluate_on_start(|| task.evaluate(arguments, group))?;

@@ -22,7 +22,9 @@ use overdrive::generation::{ModelFiles, copy_chat_template};
 use overdrive::lora::{DEFAULT_ADAPTER, LoraConfig, TargetModules, add_lora, save_adapter};
 use overdrive::optim::LrSchedulerType;
 use overdrive::quantization::Scheme;
-use overdrive::trainer::{ImageTextFormat, TrainingArguments, TrainingRun, exit, load_image_texts};
+use overdrive::trainer::{
+    ImageTextFormat, RunOptions, TrainingArguments, TrainingRun, exit, load_image_texts,
+};
 use overdrive::transformer::{CausalLm, LoadOptions, QuantizeOptions};
 use overdrive_examples::{local_model, print_line};
 use tch::Device;
@@ -117,8 +119,13 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     };
     arguments.apply()?; // the seed, the threads, the treatment of subnormal numbers
     model.set_training(true)?;
-    let mut run =
-        TrainingRun::builder(&arguments, &ProcessGroup::single()).start(parameters, &mut loader)?;
+    let mut run = TrainingRun::start(
+        &arguments,
+        &ProcessGroup::single(),
+        parameters,
+        &mut loader,
+        RunOptions::default(),
+    )?;
     let mut last = f64::NAN;
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {

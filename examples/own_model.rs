@@ -20,7 +20,7 @@ use overdrive::checkpointing::Shared;
 use overdrive::optim::{Ema, LrSchedulerType};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    DataShard, ResumeFromCheckpoint, RunEnd, RunFolder, TrainingArguments, TrainingRun,
+    DataShard, ResumeFromCheckpoint, RunEnd, RunFolder, RunOptions, TrainingArguments, TrainingRun,
     exit_or_resume, print_line,
 };
 use overdrive_examples::pictures::{PictureBatch, SHAPES, load_pictures};
@@ -108,11 +108,14 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     let store = VarStore::new(device);
     let network = Network::new(&store.root());
     // Each part of a run can be replaced: `.optimizer(…)` takes another one than AdamW.
-    let mut run = TrainingRun::builder(&arguments, &group)
+    let options = RunOptions {
         // bf16 where the device computes it fast, else fp16 or fp32.
-        .precision(Precision::recommend(device).precision)
-        .folder(RunFolder::open_or_create(&group, &arguments)?)
-        .start(store.variables().into_iter().collect(), &mut loader)?;
+        precision: Some(Precision::recommend(device).precision),
+        folder: Some(RunFolder::open_or_create(&group, &arguments)?),
+        ..RunOptions::default()
+    };
+    let parameters = store.variables().into_iter().collect();
+    let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 
     while let Some(batches) = run.next_batches(&mut loader)? {
         for PictureBatch { images, shapes } in &batches {

@@ -18,7 +18,8 @@ use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, load_tokenizer, save_t
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
-    Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, exit, load_seq2seq, print_line,
+    RunOptions, Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, exit, load_seq2seq,
+    print_line,
 };
 use overdrive::transformer::{LoadOptions, SaveOptions, Seq2SeqLm};
 use overdrive_examples::words::{END, small_model, words_to_reverse};
@@ -126,8 +127,9 @@ fn train(
     let mut loader = load_seq2seq(examples, pad, options, device)?;
     model.set_requires_grad(true)?;
     model.set_training(true)?;
-    let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
-        .start(model.named_parameters(), &mut loader)?;
+    let (group, parameters) = (ProcessGroup::single(), model.named_parameters());
+    let options = RunOptions::default();
+    let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {
             batch.check_ids(model.config().vocab_size())?;

@@ -1,6 +1,5 @@
-//! Trains a small Llama on text, by default the Rust source code that Cargo keeps on this machine. In about five
-//! minutes on two CPU cores the validation loss falls from 8.3 to about 4.5 nats per token, and the generated
-//! samples look like Rust.
+//! Trains a small Llama on text, by default the Rust sources that Cargo keeps. In about five minutes on two CPU cores the
+//! validation loss falls from 8.3 to about 4.5 nats per token, and the generated samples look like Rust.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example train              # or: cargo xtask train
@@ -12,7 +11,7 @@
 //!
 //! The run folder contains snapshots (`--save-steps N`), metrics.jsonl, TensorBoard events, report.html and a Hugging
 //! Face model. `--resume-from-checkpoint true` resumes from the last snapshot, bit for bit, after Ctrl-C or SIGTERM
-//! (which save and exit with code 75) or a kill. The example `own_model` trains another model with the same loop.
+//! (which save and exit with code 75) or a kill. `own_model` trains another model with the same loop.
 
 use std::process::ExitCode;
 
@@ -22,12 +21,11 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::hub::{HubOptions, data_paths};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    self, DataShard, Evaluation, RunEnd, RunFolder, Severity, TextData, TrainArgs,
+    self, DataShard, Evaluation, RunEnd, RunFolder, RunOptions, Severity, TextData, TrainArgs,
     TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate, exit_or_resume,
     find_executable_batch_size, model_flops, new_model, print_line, snapshot_files, write_results,
 };
 use overdrive::transformer::CausalLm;
-use tch::Device;
 
 /// Trains a small Llama on text
 #[derive(Parser)]
@@ -67,7 +65,12 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         say(&format!("precision   {choice}"));
     }
     if flags.check {
-        return check(&arguments, &group, device);
+        let found = arguments.check_run(device, group.world_size())?;
+        say(&found.to_string());
+        match found.count(Severity::Failure) {
+            0 => return Ok(RunEnd::Finished),
+            failures => bail!("{failures} of the findings would make the run fail"),
+        }
     }
     let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
@@ -81,18 +84,6 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     find_executable_batch_size(&mut arguments, &group, say, |arguments, say| {
         train(arguments, &data, precision, &group, say)
     })
-}
-
-/// Prints the findings about a run; returns an error if it would fail.
-fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) -> Result<RunEnd> {
-    let found = arguments.check_run(device, group.world_size())?;
-    if group.is_main() {
-        print_line(&found);
-    }
-    match found.count(Severity::Failure) {
-        0 => Ok(RunEnd::Finished),
-        failures => bail!("{failures} of the findings would make the run fail"),
-    }
 }
 
 /// Trains a new model, or resumes, and writes the results unless the run was interrupted.
@@ -116,13 +107,15 @@ fn train(
 
     let parameters = model.named_parameters();
     let mut loader = data.train_loader(arguments, shard)?;
-    let mut run = TrainingRun::builder(arguments, group)
-        .precision(precision)
-        .folder(folder.clone())
-        .fingerprints(fingerprints)
-        .files(snapshot_files(&model, data, arguments)?)
-        .flops(model_flops(&model, &parameters))
-        .start(parameters, &mut loader)?;
+    let options = RunOptions {
+        precision: Some(precision),
+        folder: Some(folder.clone()),
+        fingerprints: Some(fingerprints),
+        files: snapshot_files(&model, data, arguments)?,
+        flops: Some(model_flops(&model, &parameters)),
+        ..RunOptions::default()
+    };
+    let mut run = TrainingRun::start(arguments, group, parameters, &mut loader, options)?;
     let validation_loss = |model: &mut CausalLm| -> trainer::Result<Evaluation> {
         let batches = data.validation_loader(arguments, shard)?;
         model.set_training(false)?;

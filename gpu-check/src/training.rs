@@ -6,7 +6,7 @@ use overdrive::datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory}
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{AdamW, AdamWConfig, LrSchedulerType, ParamGroup};
 use overdrive::precision::{GradScaler, Precision};
-use overdrive::trainer::{RunFolder, SaveStrategy, TrainingArguments, TrainingRun};
+use overdrive::trainer::{RunFolder, RunOptions, SaveStrategy, TrainingArguments, TrainingRun};
 use overdrive::transformer::{CausalLm, ForwardInput, LabelShift, LlamaConfig};
 use overdrive_benches::step_from;
 use tch::{Device, Kind, Tensor};
@@ -81,11 +81,13 @@ pub(crate) fn train(
     let group = ProcessGroup::single();
     let folder = arguments.output_dir.as_ref();
     let folder = folder.map(|_| RunFolder::open_or_create(&group, arguments));
-    let mut run = TrainingRun::builder(arguments, &group)
-        .precision(precision)
-        .folder(folder.transpose()?)
-        .silent()
-        .start(parameters, &mut loader)?;
+    let options = RunOptions {
+        precision: Some(precision),
+        folder: folder.transpose()?,
+        silent: true,
+        ..RunOptions::default()
+    };
+    let mut run = TrainingRun::start(arguments, &group, parameters, &mut loader, options)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
         for ids in &batches {
             let loss = run.forward(|| mean_loss(model, ForwardInput::new(ids), ids))?;

@@ -76,7 +76,7 @@ pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
 pub use program::{RunEnd, exit, exit_or_resume, print_line};
 pub use run::{
-    BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunBuilder, RunFolder, RunSummary,
+    BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
     TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
 };
 pub use tasks::{

@@ -2,18 +2,24 @@
 
 use anyhow::Result;
 use overdrive::datasets::{Batch, DeviceLoader};
+use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Ema;
-use overdrive::trainer::{Evaluation, RunBuilder, RunSummary, batch_loss};
+use overdrive::trainer::{
+    Evaluation, RunOptions, RunSummary, TrainingArguments, TrainingRun, batch_loss,
+};
 use overdrive::transformer::CausalLm;
 
 /// Trains until the run ends.
 pub(crate) fn fit(
-    run: RunBuilder,
+    arguments: &TrainingArguments,
+    group: &ProcessGroup,
+    options: RunOptions,
     model: &mut CausalLm,
     mut loader: DeviceLoader<Batch>,
     evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
 ) -> Result<(RunSummary, Option<Ema>)> {
-    let mut run = run.start(model.named_parameters(), &mut loader)?;
+    let parameters = model.named_parameters();
+    let mut run = TrainingRun::start(arguments, group, parameters, &mut loader, options)?;
     let mut evaluate = |model: &mut CausalLm| -> Result<Evaluation> {
         model.set_training(false)?;
         let found = evaluate(model)?;

@@ -9,8 +9,8 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::tracking::{JsonLines, Trackers, read_metrics};
 use overdrive::trainer::{
-    Evaluation, ModelArguments, RunSummary, SampleBy, SequenceMode, TextData, TrainingArguments,
-    TrainingRun, evaluate, new_model,
+    Evaluation, ModelArguments, RunOptions, RunSummary, SampleBy, SequenceMode, TextData,
+    TrainingArguments, evaluate, new_model,
 };
 use tch::{Device, Tensor};
 
@@ -89,16 +89,25 @@ fn train(folder: &Path, arguments: &TrainingArguments) -> RunSummary {
     arguments.apply().unwrap();
     let mut model = new_model(arguments, &data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
-    let run = TrainingRun::builder(arguments, &group)
-        .precision(Precision::Fp32)
-        .fingerprints(data.fingerprints(arguments, &group).unwrap())
-        .track(Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()));
+    let options = RunOptions {
+        precision: Some(Precision::Fp32),
+        fingerprints: Some(data.fingerprints(arguments, &group).unwrap()),
+        trackers: Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()),
+        ..RunOptions::default()
+    };
     let loader = data.train_loader(arguments, Device::Cpu).unwrap();
-    let trained = fit::fit(run, &mut model, loader, &mut |model| {
-        let batches = data.validation_loader(arguments, Device::Cpu)?;
-        let loss = evaluate(model, batches, Precision::Fp32, &group)?;
-        Ok(Evaluation::new(loss, None))
-    });
+    let trained = fit::fit(
+        arguments,
+        &group,
+        options,
+        &mut model,
+        loader,
+        &mut |model| {
+            let batches = data.validation_loader(arguments, Device::Cpu)?;
+            let loss = evaluate(model, batches, Precision::Fp32, &group)?;
+            Ok(Evaluation::new(loss, None))
+        },
+    );
     trained.unwrap().0
 }
 

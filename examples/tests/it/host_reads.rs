@@ -8,7 +8,7 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::profiling::HostReads;
 use overdrive::trainer::{
-    ModelArguments, OptimizerName, TrainingArguments, TrainingRun, batch_loss,
+    ModelArguments, OptimizerName, RunOptions, TrainingArguments, TrainingRun, batch_loss,
 };
 use overdrive::transformer::{CausalLm, InitOptions, ModelConfig};
 use tch::Device;
@@ -39,11 +39,13 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
     let collate = move |rows: Vec<_>| collate(&rows, layout);
     let loader = DataLoader::with(InMemory(rows.to_vec()), batches, collate, options).unwrap();
     let mut loader = DeviceLoader::new(loader, Device::Cpu);
-    let mut run = TrainingRun::builder(arguments, &group)
-        .precision(precision)
-        .silent()
-        .start(model.named_parameters(), &mut loader)
-        .unwrap();
+    let options = RunOptions {
+        precision: Some(precision),
+        silent: true,
+        ..RunOptions::default()
+    };
+    let parameters = model.named_parameters();
+    let mut run = TrainingRun::start(arguments, &group, parameters, &mut loader, options).unwrap();
     for _ in 0..2 {
         step(&mut run, &model, &mut loader);
     }

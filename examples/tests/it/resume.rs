@@ -11,7 +11,7 @@ use overdrive::snapshot::{Scope, Snapshot};
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
-    RunSummary, SaveStrategy, TextData, TrainingArguments, TrainingRun, model_flops, new_model,
+    RunOptions, RunSummary, SaveStrategy, TextData, TrainingArguments, model_flops, new_model,
     snapshot_files,
 };
 use overdrive::transformer::CausalLm;
@@ -126,16 +126,18 @@ pub(crate) fn fit_with(
     let run_once = move |model: &mut CausalLm| -> Result<(RunSummary, Option<Ema>)> {
         let fingerprints = data.fingerprints(arguments, &group)?;
         let folder = RunFolder::open_or_create(&group, arguments)?;
-        let run = TrainingRun::builder(arguments, &group)
-            .precision(precision)
-            .folder(folder)
-            .files(snapshot_files(model, data, arguments)?)
-            .fingerprints(fingerprints)
-            .flops(model_flops(model, &model.named_parameters()))
-            .track(trackers);
+        let options = RunOptions {
+            precision: Some(precision),
+            folder: Some(folder),
+            files: snapshot_files(model, data, arguments)?,
+            fingerprints: Some(fingerprints),
+            flops: Some(model_flops(model, &model.named_parameters())),
+            trackers,
+            ..RunOptions::default()
+        };
         let loader = data.train_loader(arguments, Device::Cpu)?;
         let mut evaluations = 0;
-        fit::fit(run, model, loader, &mut |_| {
+        fit::fit(arguments, &group, options, model, loader, &mut |_| {
             evaluations += 1;
             Ok(Evaluation::new(evaluation(evaluations), None))
         })

@@ -7,8 +7,8 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    ModelArguments, RunFolder, TextData, TrainingArguments, TrainingRun, batch_loss, new_model,
-    write_results,
+    ModelArguments, RunFolder, RunOptions, TextData, TrainingArguments, TrainingRun, batch_loss,
+    new_model, write_results,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -74,12 +74,15 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let run = RunFolder::create(&arguments).unwrap();
     let group = ProcessGroup::single();
     let mut loader = data.train_loader(&arguments, Device::Cpu).unwrap();
-    let mut training = TrainingRun::builder(&arguments, &group)
-        .precision(precision)
-        .folder(run.clone())
-        .silent()
-        .start(model.named_parameters(), &mut loader)
-        .unwrap();
+    let options = RunOptions {
+        precision: Some(precision),
+        folder: Some(run.clone()),
+        silent: true,
+        ..RunOptions::default()
+    };
+    let parameters = model.named_parameters();
+    let mut training =
+        TrainingRun::start(&arguments, &group, parameters, &mut loader, options).unwrap();
     while let Some(batches) = training.next_batches(&mut loader).unwrap() {
         for batch in &batches {
             let loss = training.forward(|| batch_loss(&model, batch)).unwrap();

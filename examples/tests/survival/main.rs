@@ -15,8 +15,8 @@ use overdrive::distributed::{Launch, LaunchOutcome, ProcessGroup};
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
-    ResumeFromCheckpoint, RunFolder, RunSummary, SaveStrategy, TextData, TrainingArguments,
-    TrainingRun, evaluate, find_executable_batch_size, new_model, snapshot_files,
+    ResumeFromCheckpoint, RunFolder, RunOptions, RunSummary, SaveStrategy, TextData,
+    TrainingArguments, evaluate, find_executable_batch_size, new_model, snapshot_files,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -151,24 +151,33 @@ fn train_once(
     let fingerprints = data.fingerprints(arguments, group)?;
     let mut model = new_model(arguments, &data, device)?;
     let folder = RunFolder::open_or_create(group, arguments)?;
-    let run = TrainingRun::builder(arguments, group)
-        .precision(precision)
-        .folder(folder)
-        .files(snapshot_files(&model, &data, arguments)?)
-        .fingerprints(fingerprints);
+    let options = RunOptions {
+        precision: Some(precision),
+        folder: Some(folder),
+        files: snapshot_files(&model, &data, arguments)?,
+        fingerprints: Some(fingerprints),
+        ..RunOptions::default()
+    };
     let shard = DataShard::of(group, device);
     let loader = data.train_loader(arguments, shard)?;
-    let (summary, _) = fit::fit(run, &mut model, loader, &mut |model| {
-        if config.ends_with("evaluated.json") {
-            // The signal comes at the begin of the evaluation.
-            Interrupt::install()?.request();
-        }
-        let batches = data.validation_loader(arguments, shard)?;
-        Ok(Evaluation::new(
-            evaluate(model, batches, precision, group)?,
-            None,
-        ))
-    })?;
+    let (summary, _) = fit::fit(
+        arguments,
+        group,
+        options,
+        &mut model,
+        loader,
+        &mut |model| {
+            if config.ends_with("evaluated.json") {
+                // The signal comes at the begin of the evaluation.
+                Interrupt::install()?.request();
+            }
+            let batches = data.validation_loader(arguments, shard)?;
+            Ok(Evaluation::new(
+                evaluate(model, batches, precision, group)?,
+                None,
+            ))
+        },
+    )?;
     Ok(summary)
 }
 

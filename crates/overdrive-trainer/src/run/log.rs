@@ -1,13 +1,11 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use overdrive_accumulation::{AccumulatedStep, BatchPlan};
+use overdrive_accumulation::BatchPlan;
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Optimizer;
 use overdrive_precision::Precision;
-use overdrive_profiling::{
-    LoaderTotals, ModelFlops, NvtxRanges, Phase, Profiler, StepRecord, StepRecorder, emit_nvtx,
-};
+use overdrive_profiling::{ModelFlops, NvtxRanges, Profiler, StepRecord, StepRecorder, emit_nvtx};
 use overdrive_snapshot::SnapshotManager;
 use overdrive_tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use serde::{Deserialize, Serialize};
@@ -17,6 +15,7 @@ use super::duration::DurationEstimate;
 use super::plan::TrainingPlan;
 use super::summary::RunSummary;
 use super::totals::StepTotals;
+use super::training_run::Stepped;
 use crate::Result;
 use crate::arguments::TrainingArguments;
 
@@ -34,27 +33,21 @@ pub struct Done {
     pub batch: Option<BatchPlan>,
 }
 
-/// A step whose values are on the device.
-struct Unread {
-    metrics: StepMetrics,
-    totals: StepTotals,
-    stepped: AccumulatedStep,
-}
-
 /// The log of a run: measures its steps and reports them on the terminal, to trackers, as a trace and in a summary.
 pub(super) struct RunLog {
-    recorder: StepRecorder,
+    pub(super) recorder: StepRecorder,
     profiler: Option<Profiler<'static>>,
     /// The marks for Nsight Systems, until the log is dropped.
     _nvtx: Option<NvtxRanges>,
     trackers: Trackers,
     progress: TrainingProgress,
     batch: BatchPlan,
+    /// The progress before this process.
     before: Done,
-    done: Done,
+    pub(super) done: Done,
     duration: DurationEstimate,
     /// The steps whose losses and norms have not been read from the device yet.
-    unread: Vec<Unread>,
+    pub(super) unread: Vec<Stepped>,
     /// The measurements of the first unread steps, which the device is known to have finished.
     finished: VecDeque<StepRecord>,
     /// The losses, counts and times so far.
@@ -92,9 +85,9 @@ impl RunLog {
         })
     }
 
-    /// Continues from the progress that the run had before this process, and prints the relevant differences.
-    pub(super) fn resume(&mut self, done: &Done) {
-        if let Some(before) = done.batch {
+    /// Continues from the loaded progress, which the run had before this process, and prints the relevant differences.
+    pub(super) fn resume(&mut self) {
+        if let Some(before) = self.done.batch {
             let now = self.batch;
             let (saved, resumed) = (before.world_size(), now.world_size());
             if saved != resumed {
@@ -110,9 +103,8 @@ impl RunLog {
                 ));
             }
         }
-        self.before = done.clone();
-        self.done = done.clone();
-        self.summary = RunSummary::after(done.steps);
+        self.before = self.done.clone();
+        self.summary.resumed_step = self.done.steps;
     }
 
     /// Also sends the metrics of each step to `trackers`.
@@ -125,27 +117,12 @@ impl RunLog {
         self.progress.println(line);
     }
 
-    /// Records the counters of the loader, which include the waiting time, after the batches of a step have been
-    /// loaded.
-    pub(super) fn loaded(&mut self, totals: LoaderTotals) {
-        self.recorder.loader(totals);
-    }
-
-    /// Starts the clock of a step.
-    pub(super) fn begin_step(&self) {
-        self.recorder.begin_step();
-    }
-
-    /// Runs `work` and counts its time as that of `phase`.
-    pub(super) fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
-        self.recorder.phase(phase, work)
-    }
-
     /// Stops the clock of a step and returns the metrics that the host knows. Its times and rates follow when the device
     /// has finished it: the host is ahead of a GPU.
-    pub(super) fn end_step(&mut self, step: u64, totals: &StepTotals) -> Result<StepMetrics> {
+    pub(super) fn end_step(&mut self, totals: &StepTotals) -> Result<StepMetrics> {
         self.recorder.end_step(totals.work());
-        self.summary.add(totals);
+        self.summary.tokens += totals.tokens;
+        self.summary.padded_tokens += totals.padded_tokens;
         let finished = self.recorder.take_finished()?;
         self.take_in(finished);
         if let Some(Err(error)) = self.profiler.as_mut().map(Profiler::step) {
@@ -153,12 +130,12 @@ impl RunLog {
                 "warning: the trace was not written: {error}; training continues"
             ));
         }
-        self.done.steps = step;
+        self.done.steps += 1;
         // The totals continue over restarts, the summary is that of this process.
         self.done.tokens = self.before.tokens + self.summary.tokens;
         self.done.batch = Some(self.batch);
         Ok(StepMetrics {
-            step,
+            step: self.done.steps,
             tokens_seen: Some(self.done.tokens),
             padding: totals.padding(),
             ..StepMetrics::default()
@@ -177,35 +154,18 @@ impl RunLog {
         }
     }
 
-    /// Returns the progress of the run.
-    pub(super) fn done(&self) -> Done {
-        self.done.clone()
-    }
-
-    /// Takes the metrics of a step. Its loss, its gradient norm, its times and its rates follow with
-    /// [`flush`](Self::flush).
-    pub(super) fn record(
-        &mut self,
-        metrics: StepMetrics,
-        totals: StepTotals,
-        stepped: AccumulatedStep,
-    ) {
-        self.unread.push(Unread {
-            metrics,
-            totals,
-            stepped,
-        });
-    }
-
     /// Reads the losses and norms of the steps since the last call, in one copy from the device and one
     /// collective, and logs these steps with their times and rates. All processes call it after the same step.
     pub(super) fn flush(&mut self, group: &ProcessGroup) -> Result<()> {
         let steps = std::mem::take(&mut self.unread);
-        let Some(device) = steps.first().map(|step| step.stepped.mean_loss.device()) else {
+        let Some(device) = steps
+            .first()
+            .map(|step| step.accumulated.mean_loss.device())
+        else {
             return Ok(());
         };
-        let losses = steps.iter().map(|step| Some(&step.stepped.mean_loss));
-        let norms = steps.iter().map(|step| step.stepped.grad_norm.as_ref());
+        let losses = steps.iter().map(|step| Some(&step.accumulated.mean_loss));
+        let norms = steps.iter().map(|step| step.accumulated.grad_norm.as_ref());
         let values = losses.chain(norms).flatten();
         let values = values.map(|value| Ok(value.f_to_kind(Kind::Double)?.f_to_device(device)?));
         let values = values.collect::<Result<Vec<Tensor>>>()?;
@@ -216,7 +176,7 @@ impl RunLog {
         let (losses, norms) = values.split_at(steps.len());
         let own = steps.iter().zip(losses);
         let own: Vec<f64> = own
-            .map(|(step, loss)| loss * step.stepped.tokens as f64)
+            .map(|(step, loss)| loss * step.accumulated.tokens as f64)
             .collect();
         let sums = group.sums_of(&own)?;
         let mut norms = norms.iter();
@@ -228,7 +188,7 @@ impl RunLog {
                 metrics.elapsed_seconds = Some(self.done.seconds);
             }
             metrics.loss = sum / (step.totals.labels as f64).max(1.0);
-            if step.stepped.grad_norm.is_some() {
+            if step.accumulated.grad_norm.is_some() {
                 metrics.grad_norm = norms.next().copied();
             }
             self.summary.losses.push(metrics.loss);

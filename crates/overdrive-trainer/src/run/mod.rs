@@ -1,7 +1,6 @@
 //! The parts of a training loop, from the arguments to the snapshots: what a [`TrainingRun`] is built from.
 
 mod batch_fit;
-mod builder;
 mod components;
 mod duration;
 mod evaluation;
@@ -16,13 +15,13 @@ mod plan;
 mod precision;
 mod recorder;
 mod snapshots;
+mod start;
 mod summary;
 mod totals;
 mod trackers;
 mod training_run;
 
 pub use batch_fit::{find_executable_batch_size, usable_memory};
-pub use builder::RunBuilder;
 pub use evaluation::Evaluation;
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;
@@ -30,6 +29,7 @@ pub use log::Done;
 pub use micro_batch::MicroBatch;
 pub use plan::TrainingPlan;
 pub use snapshots::BestModel;
+pub use start::RunOptions;
 pub use summary::RunSummary;
 pub use training_run::TrainingRun;
 

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::fingerprints::Fingerprints;
 use super::folder::RunFolder;
 use super::plan::TrainingPlan;
+use super::training_run::shared;
 use crate::Result;
 use crate::arguments::{Metric, ResumeFromCheckpoint, TrainingArguments};
 
@@ -116,9 +117,8 @@ pub(crate) fn load_best(
     parameters: &[(String, Tensor)],
     ema: Option<&mut Ema>,
 ) -> Result<Option<BestModel>> {
-    let handles = parameters.iter();
     // Handles: the copy writes through to the model's own parameters.
-    let targets = handles.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+    let targets = shared(parameters);
     // Only rank 0 reads the file; the broadcast gives the others the same weights.
     let is_bits_per_byte = arguments.metric()? == Metric::BitsPerByte;
     let found = group.on_main("load the best snapshot", || -> Result<_> {

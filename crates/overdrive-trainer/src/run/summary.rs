@@ -6,7 +6,6 @@ use tch::Tensor;
 
 use super::evaluation::Evaluation;
 use super::snapshots::BestModel;
-use super::totals::StepTotals;
 use crate::RunEnd;
 
 /// The summary of a run.
@@ -41,20 +40,6 @@ pub struct RunSummary {
 }
 
 impl RunSummary {
-    /// Returns the summary of a run that starts after `step`.
-    pub(super) fn after(step: u64) -> Self {
-        Self {
-            resumed_step: step,
-            ..Self::default()
-        }
-    }
-
-    /// Adds the counts of a step; its time follows when the device has finished it, its loss when it is read.
-    pub(super) fn add(&mut self, totals: &StepTotals) {
-        self.tokens += totals.tokens;
-        self.padded_tokens += totals.padded_tokens;
-    }
-
     /// Sets the values that are known at the end of the run.
     pub(super) fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
         self.bottleneck = recorder.bottleneck();

@@ -1,34 +1,11 @@
-use overdrive_accumulation::AccumulatedStep;
 use overdrive_distributed::ProcessGroup;
 use overdrive_profiling::StepWork;
 
 use super::micro_batch::MicroBatch;
 use crate::Result;
 
-/// The counts of a micro-batch.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Counts {
-    /// `None` if its loss is a mean.
-    pub(super) labels: Option<u64>,
-    tokens: usize,
-    padded_tokens: usize,
-    examples: usize,
-}
-
-impl Counts {
-    pub(super) fn of<B: MicroBatch>(batch: &B) -> Self {
-        Self {
-            labels: batch.label_count().map(|count| count as u64),
-            tokens: batch.tokens(),
-            padded_tokens: batch.padded_tokens(),
-            examples: batch.examples(),
-        }
-    }
-}
-
-/// The totals of one optimizer step over all processes, from numbers that the host knows: nothing is read from the
-/// device.
-#[derive(Debug, Clone, Copy)]
+/// The totals of an optimizer step, from numbers that the host knows: nothing is read from the device.
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StepTotals {
     /// The divisor of the loss: the labels, or the micro-batches whose losses are means.
     pub(super) labels: u64,
@@ -42,21 +19,26 @@ pub(super) struct StepTotals {
 }
 
 impl StepTotals {
-    /// Sums the step over all processes in one collective; a single process needs none.
-    pub(super) fn over(
-        group: &ProcessGroup,
-        window: &[Counts],
-        step: &AccumulatedStep,
-        stop: bool,
-    ) -> Result<Self> {
-        let sum = |count: fn(&Counts) -> usize| window.iter().map(count).sum::<usize>() as f64;
+    /// Returns the totals of the micro-batches of one process, without labels.
+    pub(super) fn of<B: MicroBatch>(batches: &[B]) -> Self {
+        let sum = |count: fn(&B) -> usize| batches.iter().map(count).sum::<usize>() as u64;
+        Self {
+            tokens: sum(B::tokens),
+            padded_tokens: sum(B::padded_tokens),
+            examples: sum(B::examples),
+            ..Self::default()
+        }
+    }
+
+    /// Sums the totals of all processes in one collective; a single process needs none.
+    pub(super) fn over(self, group: &ProcessGroup) -> Result<Self> {
         // Counts are exact in f64: they are far below 2^53.
         let [labels, tokens, padded, examples, stop] = group.sums([
-            step.tokens as f64,
-            sum(|counts| counts.tokens),
-            sum(|counts| counts.padded_tokens),
-            sum(|counts| counts.examples),
-            f64::from(u8::from(stop)),
+            self.labels as f64,
+            self.tokens as f64,
+            self.padded_tokens as f64,
+            self.examples as f64,
+            f64::from(u8::from(self.stop)),
         ])?;
         Ok(Self {
             labels: labels as u64,

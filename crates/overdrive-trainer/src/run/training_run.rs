@@ -20,7 +20,7 @@ use super::micro_batch::MicroBatch;
 use super::plan::TrainingPlan;
 use super::snapshots::{load_best, loader_totals};
 use super::summary::RunSummary;
-use super::totals::{Counts, StepTotals};
+use super::totals::StepTotals;
 use crate::arguments::TrainingArguments;
 use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 
@@ -30,7 +30,7 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 ///
 /// The run owns the process group, precision and loss scaler, gradient accumulation and clipping, optimizer,
 /// learning-rate schedule, averaged weights, early stopping, snapshots, trackers and the flag of Ctrl-C. It is
-/// built from [`TrainingArguments`], each part of which [`RunBuilder`](crate::RunBuilder) can replace, and restores itself from the
+/// built from [`TrainingArguments`], each part of which [`RunOptions`](crate::RunOptions) can replace, and restores itself from the
 /// snapshot that `resume_from_checkpoint` names. All processes of the group drive it alike; each gets its share of the
 /// batches, and losses, norms and the decision to stop are the same on all of them.
 ///
@@ -39,7 +39,7 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 /// ```
 /// use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
 /// use overdrive_distributed::ProcessGroup;
-/// use overdrive_trainer::{IntervalStrategy, TrainingArguments, TrainingRun};
+/// use overdrive_trainer::{IntervalStrategy, RunOptions, TrainingArguments, TrainingRun};
 /// use tch::nn::{self, Module};
 /// use tch::{Device, Kind, Tensor};
 ///
@@ -62,9 +62,9 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 /// let mut loader = DeviceLoader::new(loader, Device::Cpu);
 ///
 /// let parameters = store.variables().into_iter().collect();
-/// let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
-///     .silent()
-///     .start(parameters, &mut loader)?;
+/// let options = RunOptions { silent: true, ..RunOptions::default() };
+/// let group = ProcessGroup::single();
+/// let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 /// while let Some(batches) = run.next_batches(&mut loader)? {
 ///     for x in &batches {
 ///         let loss = run.forward(|| model.forward(x).f_mse_loss(&(x * 3.0), tch::Reduction::Mean))?;
@@ -93,8 +93,8 @@ pub struct TrainingRun {
     pub(super) files: Vec<(String, Vec<u8>)>,
     pub(super) log: RunLog,
     pub(super) interrupt: Interrupt,
-    /// The counts of each micro-batch of the current step.
-    pub(super) window: Vec<Counts>,
+    /// The totals of the current step on this process.
+    pub(super) totals: StepTotals,
     /// The passes over each source of a mixture, read before a line of the log is due.
     pub(super) source_epochs: Vec<(String, f64)>,
     /// The last step, until it is logged.
@@ -110,7 +110,6 @@ pub(super) struct State {
     pub(super) scheduler: LrScheduler,
     pub(super) ema: Option<Ema>,
     pub(super) best: EarlyStopping,
-    pub(super) done: Done,
     /// The position in the data.
     pub(super) loader: LoaderState,
     /// The values that the program has registered.
@@ -119,10 +118,9 @@ pub(super) struct State {
 
 /// A step whose log line is not written yet.
 pub(super) struct Stepped {
-    step: u64,
-    metrics: StepMetrics,
-    totals: StepTotals,
-    accumulated: AccumulatedStep,
+    pub(super) metrics: StepMetrics,
+    pub(super) totals: StepTotals,
+    pub(super) accumulated: AccumulatedStep,
     /// The metric of its evaluation.
     metric: Option<f64>,
     improved: bool,
@@ -132,7 +130,7 @@ pub(super) struct Stepped {
 impl TrainingRun {
     /// Returns the number of optimizer steps so far, those before a restart included.
     pub fn steps(&self) -> u64 {
-        self.state.done.steps
+        self.log.done.steps
     }
 
     /// Returns the numbers of steps of the run.
@@ -156,20 +154,21 @@ impl TrainingRun {
         loader: &mut DeviceLoader<B>,
     ) -> Result<Option<Vec<B>>> {
         self.save_if_due()?;
-        if self.has_ended || self.state.done.steps >= self.plan.total_steps {
+        if self.has_ended || self.steps() >= self.plan.total_steps {
             return Ok(None);
         }
-        self.log.begin_step();
-        let count = self.plan.micro_batches;
-        let batches = self.log.phase(Phase::Data, || loader.next_batches(count))?;
-        self.log.loaded(loader_totals(loader));
+        let (recorder, count) = (&mut self.log.recorder, self.plan.micro_batches);
+        recorder.begin_step();
+        let batches = recorder.phase(Phase::Data, || loader.next_batches(count))?;
+        // Counters of the loader, which include the waiting time.
+        recorder.loader(loader_totals(loader));
         self.state.loader = loader.state_dict();
-        if self.plan.log_due(self.state.done.steps + 1) {
+        if self.plan.log_due(self.steps() + 1) {
             self.source_epochs = loader.source_epochs();
         }
-        self.window = batches.iter().map(Counts::of).collect();
-        let labels = self.window.iter().filter_map(|counts| counts.labels);
-        let labels: Vec<u64> = labels.collect();
+        self.totals = StepTotals::of(&batches);
+        let labels = batches.iter().filter_map(MicroBatch::label_count);
+        let labels: Vec<u64> = labels.map(|count| count as u64).collect();
         // The label counts of the whole step, so that each token has the same weight in the mean loss of the step.
         let window = match labels.len() {
             0 => Window::of_means(batches.len()),
@@ -193,7 +192,8 @@ impl TrainingRun {
         forward: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<T> {
         let _autocast = self.precision.autocast(self.device)?;
-        self.log
+        let recorder = &self.log.recorder;
+        recorder
             .phase(Phase::Forward, forward)
             .map_err(Error::of_program)
     }
@@ -205,10 +205,8 @@ impl TrainingRun {
     /// # Errors
     /// An error if the step has no further micro-batch, or backward fails.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let accumulator = &mut self.accumulator;
-        self.log
-            .phase(Phase::Backward, || accumulator.backward(loss))?;
-        Ok(())
+        let (recorder, accumulator) = (&self.log.recorder, &mut self.accumulator);
+        Ok(recorder.phase(Phase::Backward, || accumulator.backward(loss))?)
     }
 
     /// Ends an optimizer step: clips the gradients, updates the parameters, and advances the schedule and the averages. A
@@ -220,23 +218,22 @@ impl TrainingRun {
         let state = &mut self.state;
         // Read before the schedule moves on: it is the rate of this step.
         let learning_rate = state.scheduler.last_lr().first().copied();
-        let accumulator = &mut self.accumulator;
-        let accumulated = self
-            .log
-            .phase(Phase::Optimizer, || accumulator.step(&mut state.optimizer))?;
+        let (recorder, accumulator) = (&self.log.recorder, &mut self.accumulator);
+        let step = || accumulator.step(&mut state.optimizer);
+        let accumulated = recorder.phase(Phase::Optimizer, step)?;
         if accumulated.stepped {
             state.scheduler.step(&mut state.optimizer)?;
             state.ema.as_mut().map(Ema::update).transpose()?;
         }
         // One collective for all totals, including the stop request, so that all processes stop at the same step.
-        let stop = self.interrupt.requested();
-        let totals = StepTotals::over(&self.group, &self.window, &accumulated, stop)?;
-        let step = state.done.steps + 1;
-        let mut metrics = self.log.end_step(step, &totals)?;
+        self.totals.labels = accumulated.tokens as u64;
+        self.totals.stop = self.interrupt.requested();
+        let totals = self.totals.over(&self.group)?;
+        let mut metrics = self.log.end_step(&totals)?;
         metrics.epoch = Some(state.loader.epochs());
         metrics.learning_rate = learning_rate.unwrap_or_default();
         // Values on the device are read when a line is due, so that the host does not wait for every step.
-        if self.plan.log_due(step) {
+        if self.plan.log_due(metrics.step) {
             let scale = self.accumulator.scaler().map(GradScaler::get_scale);
             metrics.loss_scale = scale.transpose()?;
             for (source, epochs) in self.source_epochs.drain(..) {
@@ -245,9 +242,7 @@ impl TrainingRun {
                     .insert(format!("epoch/{source}"), epochs.into());
             }
         }
-        state.done = self.log.done();
         self.stepped = Some(Stepped {
-            step,
             metrics,
             totals,
             accumulated,
@@ -266,7 +261,7 @@ impl TrainingRun {
         &mut self,
         evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
     ) -> Result<()> {
-        if !self.arguments.eval_on_start || self.state.done.steps > 0 {
+        if !self.arguments.eval_on_start || self.steps() > 0 {
             return Ok(());
         }
         let found = self.averaged(evaluate)?;
@@ -295,7 +290,7 @@ impl TrainingRun {
         evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
     ) -> Result<()> {
         // On a stop request the run only saves and ends: it may have just a few seconds.
-        let due = |stepped: &Stepped| self.plan.eval_due(stepped.step) && !stepped.stop;
+        let due = |stepped: &Stepped| self.plan.eval_due(stepped.metrics.step) && !stepped.stop;
         if !self.stepped.as_ref().is_some_and(due) {
             return Ok(());
         }
@@ -311,7 +306,11 @@ impl TrainingRun {
             self.log.summary.evaluation = Some(found);
             let value = self.arguments.best_model_metric(&found)?;
             stepped.metric = Some(value);
-            stepped.improved = self.state.best.observe(stepped.step, value).improved;
+            stepped.improved = self
+                .state
+                .best
+                .observe(stepped.metrics.step, value)
+                .improved;
         }
         Ok(())
     }
@@ -335,17 +334,15 @@ impl TrainingRun {
         let Some(stepped) = self.stepped.take() else {
             return Ok(());
         };
-        let Stepped { step, stop, .. } = stepped;
+        let (step, stop, metric) = (stepped.metrics.step, stepped.stop, stepped.metric);
         self.log.summary.interrupted = stop;
         let ends = stop || self.state.best.should_stop();
         let save_due = self.plan.save_due(step, stepped.improved, ends);
         let read_due = ends || save_due || self.plan.eval_due(step) || self.plan.log_due(step);
-        self.log
-            .record(stepped.metrics, stepped.totals, stepped.accumulated);
+        self.log.unread.push(stepped);
         if read_due {
             self.log.flush(&self.group)?;
         }
-        self.state.done = self.log.done();
         if let Some(snapshots) = &mut self.snapshots {
             if read_due {
                 // A run whose folder has been removed ends now, and not only after its last step.
@@ -353,11 +350,11 @@ impl TrainingRun {
             }
             if save_due {
                 let sharded = self.arguments.shards_optimizer();
-                let scaler = self.accumulator.scaler_mut();
+                let (done, scaler) = (&mut self.log.done, self.accumulator.scaler_mut());
                 let registered =
                     self.state
-                        .registered(scaler, &self.parameters, &self.files, sharded);
-                snapshots.save_state(step, stepped.metric, registered)?;
+                        .registered(done, scaler, &self.parameters, &self.files, sharded);
+                snapshots.save_state(step, metric, registered)?;
             }
             self.log.warn_about(snapshots)?;
         }
@@ -422,6 +419,7 @@ impl State {
     /// Registers the entries of a snapshot.
     pub(super) fn registered<'s>(
         &'s mut self,
+        done: &'s mut Done,
         scaler: Option<&'s mut GradScaler>,
         parameters: &[(String, Tensor)],
         files: &[(String, Vec<u8>)],
@@ -432,7 +430,7 @@ impl State {
             .register("lr_scheduler", &mut self.scheduler)
             .register_optional("scaler", scaler)
             .register("early_stopping", &mut self.best)
-            .value("progress", &mut self.done)
+            .value("progress", done)
             .value("loader", &mut self.loader)
             .random_states();
         // A run must not drop its average by accident.
@@ -458,7 +456,7 @@ impl fmt::Debug for TrainingRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TrainingRun")
             .field("plan", &self.plan)
-            .field("done", &self.state.done)
+            .field("done", &self.log.done)
             .finish_non_exhaustive()
     }
 }

@@ -3,7 +3,7 @@
 use overdrive_datasets::prelude::*;
 use overdrive_datasets::{InMemory, OnDevice, Result};
 use overdrive_distributed::ProcessGroup;
-use overdrive_trainer::{Interrupt, MicroBatch, TrainingArguments, TrainingRun};
+use overdrive_trainer::{Interrupt, MicroBatch, RunOptions, TrainingArguments, TrainingRun};
 use tch::{Device, nn};
 
 /// A micro-batch that counts its labels only if it is the first.
@@ -42,11 +42,14 @@ fn a_step_of_counted_and_uncounted_micro_batches_is_refused() {
         max_steps: 1,
         ..TrainingArguments::default()
     };
-    let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
-        .interrupt(Interrupt::manual())
-        .silent()
-        .start(store.variables().into_iter().collect(), &mut loader)
-        .unwrap();
+    let options = RunOptions {
+        interrupt: Some(Interrupt::manual()),
+        silent: true,
+        ..RunOptions::default()
+    };
+    let parameters = store.variables().into_iter().collect();
+    let group = ProcessGroup::single();
+    let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options).unwrap();
     let Err(error) = run.next_batches(&mut loader) else {
         panic!("the loss would have two meanings");
     };

@@ -297,7 +297,7 @@ fn the_configuration_is_replaced_and_not_written_in_place() {
 #[test]
 fn a_run_whose_folder_is_moved_ends_with_an_error_and_makes_no_second_one() {
     use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
-    use overdrive_trainer::{IntervalStrategy, SaveStrategy, TrainingRun};
+    use overdrive_trainer::{IntervalStrategy, RunOptions, SaveStrategy, TrainingRun};
     use tch::nn::{self, Module};
     use tch::{Device, Reduction, Tensor};
 
@@ -327,11 +327,14 @@ fn a_run_whose_folder_is_moved_ends_with_an_error_and_makes_no_second_one() {
         let loader = DataLoader::with(InMemory(numbers), batches, collate, options);
         let mut loader = DeviceLoader::new(loader.expect("a loader"), Device::Cpu);
         let parameters = store.variables().into_iter().collect();
-        let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
-            .folder(run)
-            .interrupt(overdrive_trainer::Interrupt::manual())
-            .silent()
-            .start(parameters, &mut loader)
+        let options = RunOptions {
+            folder: Some(run),
+            interrupt: Some(overdrive_trainer::Interrupt::manual()),
+            silent: true,
+            ..RunOptions::default()
+        };
+        let group = ProcessGroup::single();
+        let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)
             .expect("starts");
         let error = loop {
             if run.steps() == 5 {

@@ -11,7 +11,9 @@ use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::LrSchedulerType;
 use overdrive_precision::Precision;
-use overdrive_trainer::{ResumeFromCheckpoint, RunEnd, RunFolder, TrainingArguments, TrainingRun};
+use overdrive_trainer::{
+    ResumeFromCheckpoint, RunEnd, RunFolder, RunOptions, TrainingArguments, TrainingRun,
+};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -135,10 +137,13 @@ pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
     let points = spiral();
     let size = points.len() / settings.micro_batches; // a step takes all points
     let mut loader = load(&points, size, settings.seed, device)?;
-    let mut run = TrainingRun::builder(&arguments, &group)
-        .precision(settings.precision)
-        .folder(RunFolder::open_or_create(&group, &arguments)?)
-        .start(store.variables().into_iter().collect(), &mut loader)?;
+    let options = RunOptions {
+        precision: Some(settings.precision),
+        folder: Some(RunFolder::open_or_create(&group, &arguments)?),
+        ..RunOptions::default()
+    };
+    let parameters = store.variables().into_iter().collect();
+    let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {
