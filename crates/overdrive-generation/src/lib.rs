@@ -73,6 +73,7 @@ mod optional_file;
 mod output;
 mod processors;
 mod prompts;
+mod reasoning;
 mod row_scores;
 mod row_text;
 mod rows;
@@ -106,8 +107,9 @@ pub use output::{
 pub use overdrive_datasets::{ImagePatches, ImageProcessor};
 pub use overdrive_kernels::{is_batch_invariant, set_batch_invariant};
 pub use overdrive_kv_cache::CacheShape;
+pub use reasoning::{AnswerText, ReasoningParser};
 pub use sampler::{Choice, Sampler};
-pub use stop_strings::{Filtered, StopFilter};
+pub use stop_strings::{Filtered, StopFilter, certain_length};
 pub use text_stream::{TextStream, generate_text};
 pub use token_mask::TokenMask;
 pub use tokenizers::Tokenizer;
