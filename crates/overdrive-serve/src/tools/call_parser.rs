@@ -146,7 +146,7 @@ impl ToolCallParser {
             State::Held => self.read(),
             _ => None,
         };
-        match calls {
+        match calls.filter(|calls| !calls.is_empty()) {
             Some(mut calls) => {
                 if !self.tools.is_parallel {
                     calls.truncate(1);
