@@ -5,9 +5,10 @@ use std::time::Instant;
 use overdrive_core::random::{Generator, entropy};
 
 use crate::decoder::to_host;
+use crate::finish_reason::{is_late, limit};
 use crate::generate::repeated;
 use crate::row_text::RowText;
-use crate::rows::{OnToken, is_late, limit, room};
+use crate::rows::{OnToken, room};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
     GenerationConfig, GenerationModel, Result, TokenMask,

@@ -63,7 +63,7 @@ const HARMONY: &str = "<|channel|>commentary to=";
 
 /// Separates the text of an answer from its tool calls, as vLLM's tool parsers do.
 ///
-/// It reads the forms of [`FORMS`] after a text, and three forms that are the whole answer: a JSON object with a `name` or a
+/// It reads the forms of [`FORMS`] after a text, and two forms that are the whole answer: a JSON object with a `name` or a
 /// list of such objects (Llama, and every model whose answer is constrained by a schema), and the name of a tool with its
 /// arguments on the next line (GLM-4). Text that may begin a call is held back until that is certain; malformed calls and
 /// calls of unknown tools are text.
