@@ -53,7 +53,7 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
     };
     if searches.iter().any(|search| !search.is_done()) {
         let images = options.images;
-        let mut decoder = model.row_decoder_with_images(prompts, images, config, beams)?;
+        let mut decoder = model.row_decoder(prompts, images, config, beams)?;
         // A prompt is read once, and its row of the cache then copied for each beam.
         let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
         let mut logits = repeated(&decoder.prefill()?, beams)?;
