@@ -1,3 +1,5 @@
+use proptest::prelude::*;
+
 use super::*;
 
 fn tokenizer(marks: &[&str]) -> Tokenizer {
@@ -154,4 +156,25 @@ fn the_channels_of_harmony_are_separated() {
     assert_eq!(parse(&parser, "4"), pair("", "4"));
     let parser = ReasoningParser::new(&tokenizer, &[0]).unwrap();
     assert_eq!(parse(&parser, "4"), pair("", "4"));
+}
+
+proptest! {
+    /// `parse` compares pieces with the whole.
+    #[test]
+    fn pieces_do_not_matter_and_no_text_between_marks_is_lost(
+        parts in proptest::collection::vec(
+            proptest::sample::select(vec![
+                "<think>", "</think>", "[THINK]", "[/THINK]", "<|channel>thought", "<channel|>", "<|start|>", "assistant",
+                "<|channel|>", "analysis", "final", " to=functions.f", "<|message|>", "x", "é", "<", "<|", "\n", " ",
+            ]),
+            0..12,
+        ),
+    ) {
+        let answer = parts.concat();
+        let harmony = tokenizer(&["<|start|>", "<|channel|>", "<|message|>"]);
+        parse(&ReasoningParser::new(&harmony, &[1]).unwrap(), &answer);
+        let (reasoning, content) = parse(&ReasoningParser::new(&tokenizer(&[]), &[]).unwrap(), &answer);
+        let letters = |text: &str| text.matches(['x', 'é']).count();
+        prop_assert_eq!(letters(&reasoning) + letters(&content), letters(&answer));
+    }
 }
