@@ -67,10 +67,8 @@ impl TrainingRun {
     ) -> Result<Self> {
         let (arguments, group) = (arguments.clone(), group.clone());
         let precision = options.precision.unwrap_or(arguments.precision());
-        let fingerprints = match options.fingerprints {
-            Some(fingerprints) => fingerprints,
-            None => arguments.fingerprints(&group)?,
-        };
+        let own = || arguments.fingerprints(&group);
+        let fingerprints = options.fingerprints.map_or_else(own, Ok)?;
         let first = parameters.first();
         let device = first.map_or(Device::Cpu, |(_, parameter)| parameter.device());
         let ddp = arguments.data_parallel(&group, shared(&parameters))?;
@@ -85,10 +83,8 @@ impl TrainingRun {
             None => None,
         };
         let plan = arguments.plan_from(loader, resumed.as_ref())?;
-        let mut optimizer = match options.optimizer {
-            Some(optimizer) => optimizer,
-            None => arguments.new_optimizer(&group, shared(&parameters))?,
-        };
+        let named = || arguments.new_optimizer(&group, shared(&parameters));
+        let mut optimizer = options.optimizer.map_or_else(named, Ok)?;
         let new = Optimizer::state_dict(&optimizer)?;
         let mut state = State {
             scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
@@ -102,10 +98,7 @@ impl TrainingRun {
         let devices = group.world_size();
         let flops = options.flops;
         let mut log = RunLog::begin(&arguments, &plan, precision, device, devices, flops, prints)?;
-        let interrupt = match options.interrupt {
-            Some(interrupt) => interrupt,
-            None => Interrupt::install()?,
-        };
+        let interrupt = options.interrupt.map_or_else(Interrupt::install, Ok)?;
         if let Some(snapshots) = &mut snapshots {
             snapshots.set_interrupt(interrupt.flag());
         }
