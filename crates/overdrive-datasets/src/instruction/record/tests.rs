@@ -1,4 +1,5 @@
 use super::*;
+use crate::instruction::chat::role;
 
 fn read(json: &str) -> Result<InstructionRecord, String> {
     InstructionRecord::from_json(json.as_bytes())
