@@ -32,13 +32,7 @@ const REFUSED: [(&str, &str); 6] = [
 ];
 
 /// The models whose quantized weights are refused, and a part of the message.
-const QUANTIZED: [(&str, &str); 2] = [
-    (
-        "deepseek-ai/DeepSeek-V3",
-        "weight_block_size` is [128, 128]",
-    ),
-    ("nvidia/Qwen3.6-27B-NVFP4", "quant_method` is `modelopt`"),
-];
+const QUANTIZED: [(&str, &str); 1] = [("nvidia/Qwen3.6-27B-NVFP4", "quant_method` is `modelopt`")];
 
 fn objects(file: &str) -> BTreeMap<String, Value> {
     let path = fixture("published").join(file);
