@@ -440,12 +440,16 @@ fn encoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
     ];
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    std::fs::write(&path, gguf(model_type, &[])).unwrap();
+    let architecture = match model_type {
+        "modernbert" => "modern-bert",
+        other => other,
+    };
+    std::fs::write(&path, gguf(architecture, &[])).unwrap();
     // The file has no tensors.
     let error = EncoderModel::from_gguf(path, &LoadOptions::default()).unwrap_err();
     let gguf = match error.to_string().contains("general.architecture") {
         true => "no".to_owned(),
-        false => format!("`{model_type}`"),
+        false => format!("`{architecture}`"),
     };
     Some(cells(outcomes, gguf))
 }
