@@ -266,7 +266,7 @@ fn products<S: Simd, C: Code, const R: usize, const N: usize>(
         }
         for (weight, sums) in weights.iter().zip(&mut sums) {
             // Only the first rows find the weight outside of the caches; a line has 64 codes.
-            if prefetch && column % 64 == 0 {
+            if prefetch && column.is_multiple_of(64) {
                 // The same columns of the next tile: several short streams at once are more than the
                 // hardware prefetcher follows.
                 s.prefetch(weight.as_ptr().wrapping_add(R * weight.len() + column));
