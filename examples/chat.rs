@@ -21,8 +21,8 @@ use clap::Parser;
 use overdrive::core::Error;
 use overdrive::core::text::Lines;
 use overdrive::generation::{
-    ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, FinishReason, GenerationConfig,
-    ImagePatches, Message, Request, Tokenizer,
+    AnswerText, ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, FinishReason,
+    GenerationConfig, ImagePatches, Message, ReasoningParser, Request, Tokenizer,
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::trainer::Interrupt;
@@ -132,7 +132,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
                 let answer = chat.answer(&messages);
                 at_prompt.store(true, Ordering::SeqCst);
                 match answer {
-                    Ok(text) => messages.push(Message::assistant(text)),
+                    Ok(text) => messages.push(text.into()),
                     Err(error) => {
                         // The next turn begins as this one did.
                         print_error_line(format_args!("error: {error}"));
@@ -154,6 +154,46 @@ fn user_message(text: &str, images: usize) -> Message {
     Message::user("").with("content", parts)
 }
 
+/// Prints an answer while it is generated, its reasoning between two marks.
+struct Stream {
+    parser: ReasoningParser,
+    in_reasoning: bool,
+}
+
+impl Stream {
+    fn new(parser: ReasoningParser) -> Stream {
+        Stream {
+            parser,
+            in_reasoning: false,
+        }
+    }
+
+    fn print(&mut self, piece: &str) -> std::io::Result<()> {
+        let text = self.parser.push(piece);
+        self.print_text(&text)
+    }
+
+    fn print_text(&mut self, text: &AnswerText) -> std::io::Result<()> {
+        if !text.reasoning.is_empty() {
+            if !std::mem::replace(&mut self.in_reasoning, true) {
+                print_now("<think>\n")?;
+            }
+            print_now(&text.reasoning)?;
+        }
+        if !text.content.is_empty() && std::mem::take(&mut self.in_reasoning) {
+            print_now("\n</think>\n\n")?;
+        }
+        print_now(&text.content)
+    }
+
+    /// Prints what the parser has held back, and ends the line.
+    fn end(&mut self) -> std::io::Result<()> {
+        let rest = self.parser.clone().finish();
+        self.print_text(&rest)?;
+        print_now("\n")
+    }
+}
+
 struct Chat<'m> {
     engine: Engine<&'m CausalLm>,
     config: GenerationConfig,
@@ -165,12 +205,14 @@ struct Chat<'m> {
 
 impl Chat<'_> {
     /// Streams the answer and returns its text, up to an interruption.
-    fn answer(&mut self, messages: &[Message]) -> Result<String> {
+    fn answer(&mut self, messages: &[Message]) -> Result<AnswerText> {
         let options = ChatTemplateOptions::default();
         let mut prompt = self.template.encode(&self.tokenizer, messages, &options)?;
         if let Some(vision) = self.engine.vision() {
             prompt = vision.expand(&prompt, &grids(&self.images))?;
         }
+        let parser = ReasoningParser::new(&self.tokenizer, &prompt)?;
+        let mut stream = Stream::new(parser.clone());
         let request = Request::new(prompt, self.config.clone()).with_images(self.images.clone());
         self.interrupted.store(false, Ordering::SeqCst);
         let interrupted = &self.interrupted;
@@ -180,7 +222,7 @@ impl Chat<'_> {
                 if let Event::Token { text, .. } = event
                     && printed.is_ok()
                 {
-                    printed = print_now(text);
+                    printed = stream.print(text);
                 }
             }
             match interrupted.swap(false, Ordering::SeqCst) || printed.is_err() {
@@ -189,15 +231,15 @@ impl Chat<'_> {
             }
         })?;
         printed?;
-        print_now("\n")?;
+        stream.end()?;
         let Some(first) = completions.into_iter().next() else {
-            return Ok(String::new());
+            return Ok(AnswerText::default());
         };
         if first.finish_reason == FinishReason::ContextFull {
             print_error_line(format_args!(
                 "the context is full; /reset starts a new conversation, --cache-mib and --max-model-len set its size"
             ));
         }
-        Ok(first.text.unwrap_or_default())
+        Ok(parser.parse(&first.text.unwrap_or_default()))
     }
 }

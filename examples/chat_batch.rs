@@ -185,7 +185,12 @@ fn write(
         list => [("messages".to_owned(), list)].into_iter().collect(),
     };
     match answer {
-        Ok(answer) => fields.insert("answer".to_owned(), json!(answer.text)),
+        Ok(answer) => {
+            if !answer.reasoning.is_empty() {
+                fields.insert("reasoning".to_owned(), json!(answer.reasoning));
+            }
+            fields.insert("answer".to_owned(), json!(answer.text))
+        }
         Err(error) => fields.insert("error".to_owned(), json!(error.to_string())),
     };
     // In one write: a program that is killed leaves no part of a line.

@@ -41,7 +41,7 @@ mod constants;
 mod error;
 mod file_map;
 pub mod files;
-pub mod gpu;
+pub mod gpu_models;
 mod lock;
 mod output;
 mod print;

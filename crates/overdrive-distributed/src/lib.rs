@@ -56,7 +56,6 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
-mod collective_calls;
 mod collectives;
 mod connection;
 mod ddp;
@@ -66,6 +65,7 @@ mod failure;
 mod gradient_sync;
 mod group;
 mod group_config;
+mod group_methods;
 mod launch;
 mod launcher_watch;
 mod model_check;
@@ -80,8 +80,7 @@ mod store_thread;
 mod subgroup;
 mod zero;
 
-pub use collective_calls::GroupCalls;
-pub use collectives::ReduceOp;
+pub use collectives::{GroupCalls, ReduceOp};
 pub use ddp::{DistributedDataParallel, NoSync};
 pub use ddp_config::{DdpConfig, GradientCompression};
 pub use error::{Error, Result};

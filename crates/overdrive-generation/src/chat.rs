@@ -7,8 +7,9 @@ use tokenizers::Tokenizer;
 
 use crate::engine::Completions;
 use crate::{
-    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel,
-    EngineStatistics, Error, Event, GenerationConfig, Message, Request, RequestId, Result,
+    AnswerText, ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel,
+    EngineStatistics, Error, Event, GenerationConfig, Message, ReasoningParser, Request, RequestId,
+    Result,
 };
 
 /// The options of [`chat_batch`], apart from the generation config.
@@ -24,8 +25,10 @@ pub struct ChatBatchOptions {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Answer {
-    /// The text of the answer, without special tokens.
+    /// The text of the answer, without special tokens and reasoning.
     pub text: String,
+    /// The [reasoning](ReasoningParser) before the answer; empty if there is none.
+    pub reasoning: String,
     /// The number of tokens of the rendered conversation.
     pub prompt_tokens: usize,
     /// The tokens of the answer and its finish reason; several with `num_return_sequences`, of which `text` is the
@@ -36,7 +39,11 @@ pub struct Answer {
 impl Answer {
     /// Returns the answer as the next message of the conversation.
     pub fn message(&self) -> Message {
-        Message::assistant(self.text.as_str())
+        let text = AnswerText {
+            reasoning: self.reasoning.clone(),
+            content: self.text.clone(),
+        };
+        text.into()
     }
 }
 
@@ -123,16 +130,19 @@ pub fn chat_batch_with<M: EngineModel>(
         let mut submit = || {
             let prompt = template.encode(tokenizer, messages, &options.template)?;
             let tokens = prompt.len();
-            Ok((engine.submit(Request::new(prompt, config.clone()))?, tokens))
+            let reasoning = ReasoningParser::new(tokenizer, &prompt)?;
+            let id = engine.submit(Request::new(prompt, config.clone()))?;
+            Ok((id, tokens, reasoning))
         };
         match submit() {
-            Ok((id, prompt_tokens)) => {
+            Ok((id, prompt_tokens, reasoning)) => {
                 let completions = Completions::default();
                 requests.insert(
                     id,
                     Pending {
                         index,
                         prompt_tokens,
+                        reasoning,
                         completions,
                     },
                 );
@@ -163,6 +173,7 @@ pub fn chat_batch_with<M: EngineModel>(
 struct Pending {
     index: usize,
     prompt_tokens: usize,
+    reasoning: ReasoningParser,
     completions: Completions,
 }
 
@@ -179,13 +190,15 @@ fn take(
     let Some(outcome) = pending.completions.take(event) else {
         return;
     };
-    let answer = outcome.map(|completions| Answer {
-        text: completions
-            .first()
-            .and_then(|first| first.text.clone())
-            .unwrap_or_default(),
-        prompt_tokens: pending.prompt_tokens,
-        completions,
+    let answer = outcome.map(|completions| {
+        let text = completions.first().and_then(|first| first.text.as_deref());
+        let text = pending.reasoning.clone().parse(text.unwrap_or_default());
+        Answer {
+            text: text.content,
+            reasoning: text.reasoning,
+            prompt_tokens: pending.prompt_tokens,
+            completions,
+        }
     });
     waiting.insert(pending.index, answer);
     requests.remove(&id);

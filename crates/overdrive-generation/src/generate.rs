@@ -136,7 +136,7 @@ fn token_by_token<M: GenerationModel + ?Sized>(
     if !rows.all_finished() {
         let images = options.images;
         let copies = config.num_return_sequences;
-        let mut decoder = model.row_decoder_with_images(prompts, images, config, copies)?;
+        let mut decoder = model.row_decoder(prompts, images, config, copies)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
             // A prompt is read once, regardless of the number of its samples.

@@ -27,34 +27,19 @@ pub trait GenerationModel {
         config: &GenerationConfig,
     ) -> Result<Cow<'p, [Vec<i64>]>>;
 
-    /// Returns a decoder with a row for each prompt, of which each becomes `copies` rows later.
+    /// Returns a decoder with a row for each prompt, of which each becomes `copies` rows later. `images` are those of each
+    /// prompt, or empty.
     ///
     /// # Errors
-    /// When `config` asks for a cache that the model cannot use, or the model fails.
+    /// When `config` asks for a cache that the model cannot use, the model sees no images or they do not fit the prompts, or
+    /// the model fails.
     fn row_decoder<'m>(
-        &'m self,
-        prompts: &[Vec<i64>],
-        config: &GenerationConfig,
-        copies: usize,
-    ) -> Result<Box<dyn RowDecoder + 'm>>;
-
-    /// Returns a decoder as [`row_decoder`](GenerationModel::row_decoder) does, of prompts with `images`: those of each prompt,
-    /// or empty. Default: an error if there are any.
-    ///
-    /// # Errors
-    /// As [`row_decoder`](GenerationModel::row_decoder); when the model sees no images, or they do not fit the prompts.
-    fn row_decoder_with_images<'m>(
         &'m self,
         prompts: &[Vec<i64>],
         images: &[Vec<ImagePatches>],
         config: &GenerationConfig,
         copies: usize,
-    ) -> Result<Box<dyn RowDecoder + 'm>> {
-        match images.iter().all(Vec::is_empty) {
-            true => self.row_decoder(prompts, config, copies),
-            false => Err(overdrive_transformer::Error::NoVision.into()),
-        }
-    }
+    ) -> Result<Box<dyn RowDecoder + 'm>>;
 
     /// Returns `true` if the first pass loads things that later passes use, such as GPU kernels, so that
     /// [`warm_up`](crate::warm_up()) runs a pass; default `false`.
@@ -126,15 +111,6 @@ impl GenerationModel for CausalLm {
     fn row_decoder<'m>(
         &'m self,
         prompts: &[Vec<i64>],
-        config: &GenerationConfig,
-        copies: usize,
-    ) -> Result<Box<dyn RowDecoder + 'm>> {
-        Ok(Box::new(Decoder::new(self, prompts, config, copies)?))
-    }
-
-    fn row_decoder_with_images<'m>(
-        &'m self,
-        prompts: &[Vec<i64>],
         images: &[Vec<ImagePatches>],
         config: &GenerationConfig,
         copies: usize,
@@ -186,9 +162,13 @@ impl GenerationModel for Seq2SeqLm {
     fn row_decoder<'m>(
         &'m self,
         prompts: &[Vec<i64>],
+        images: &[Vec<ImagePatches>],
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>> {
+        if images.iter().any(|images| !images.is_empty()) {
+            return Err(overdrive_transformer::Error::NoVision.into());
+        }
         Ok(Box::new(EncoderDecoder::new(
             self, prompts, config, copies,
         )?))

@@ -52,7 +52,6 @@
 
 mod beams;
 mod cache;
-mod candidates;
 mod captured;
 mod chat;
 mod chat_template;
@@ -62,6 +61,7 @@ mod decoder;
 mod device_sampling;
 mod engine;
 mod error;
+mod finish_reason;
 mod generate;
 mod generation_model;
 mod gguf;
@@ -73,6 +73,7 @@ mod optional_file;
 mod output;
 mod processors;
 mod prompts;
+mod reasoning;
 mod row_scores;
 mod row_text;
 mod rows;
@@ -95,19 +96,19 @@ pub use engine::{
     Latency, Outcome, PromptLogprobs, RaggedStep, Request, RequestId, StepAdapters, Ticket,
 };
 pub use error::{Error, Result};
+pub use finish_reason::FinishReason;
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
 pub use generation_model::{GenerationModel, RowDecoder};
 pub use gguf::{export_gguf, tokenizer_from_gguf};
 pub use logprobs::TokenLogprobs;
 pub use model_files::{ModelFiles, copy_chat_template};
-pub use output::{
-    FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
-};
+pub use output::{GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics};
 pub use overdrive_datasets::{ImagePatches, ImageProcessor};
 pub use overdrive_kernels::{is_batch_invariant, set_batch_invariant};
 pub use overdrive_kv_cache::CacheShape;
+pub use reasoning::{AnswerText, ReasoningParser};
 pub use sampler::{Choice, Sampler};
-pub use stop_strings::{Filtered, StopFilter};
+pub use stop_strings::{Filtered, StopFilter, certain_length};
 pub use text_stream::{TextStream, generate_text};
 pub use token_mask::TokenMask;
 pub use tokenizers::Tokenizer;

@@ -1,31 +1,6 @@
 use std::time::Duration;
 
-use crate::TokenLogprobs;
-
-/// The reason why a sequence ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum FinishReason {
-    /// The last token of the sequence is one of `eos_token_id`.
-    EndOfText,
-    /// The last token of the sequence is one of `stop_token_ids`.
-    StopToken,
-    /// The text contains one of `stop_strings`, or its last token is a special token that is one of them.
-    StopString {
-        /// The index of the string.
-        number: usize,
-    },
-    /// The constraint allows no further token.
-    Constraint,
-    /// The length limit is reached.
-    Length,
-    /// The model's context is full, or the cache of an engine that holds less.
-    ContextFull,
-    /// `max_time` has passed.
-    TimeLimit,
-    /// The caller stopped it.
-    Stopped,
-}
+use crate::{FinishReason, TokenLogprobs};
 
 /// The output of [`generate`](crate::generate()): `num_return_sequences` rows for each prompt, those of
 /// one prompt side by side.

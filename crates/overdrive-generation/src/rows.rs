@@ -4,10 +4,11 @@ use std::time::Instant;
 use overdrive_core::random::entropy;
 use tch::Tensor;
 
-use crate::candidates::Candidates;
 use crate::decoder::to_host;
 use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
+use crate::finish_reason::{end_after, is_late, limit};
 use crate::row_text::RowText;
+use crate::sampler::cuts::Candidates;
 use crate::{
     Choice, Constraint, Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings,
     GeneratedToken, GenerationConfig, GenerationModel, Result, Sampler, TokenLogprobs, TokenMask,
@@ -123,21 +124,6 @@ pub(crate) struct Row<'a> {
     pub(crate) finished: Option<FinishReason>,
 }
 
-/// Returns the length at which a row ends whose prompt has `prompt` tokens, and the reason; the model has `room` for
-/// that number of tokens.
-pub(crate) fn limit(
-    config: &GenerationConfig,
-    prompt: usize,
-    room: usize,
-) -> (usize, FinishReason) {
-    let length = prompt.saturating_add(config.new_tokens(prompt));
-    if length > room {
-        (room, FinishReason::ContextFull)
-    } else {
-        (length, FinishReason::Length)
-    }
-}
-
 /// Returns the number of tokens of a row for which the model has room.
 pub(crate) fn room<M: GenerationModel + ?Sized>(model: &M, config: &GenerationConfig) -> usize {
     // The last of n positions still gives logits, so n + 1 tokens are possible.
@@ -193,37 +179,6 @@ pub(crate) fn advance(
     Ok(true)
 }
 
-/// Advances a constraint by the token `id`, and returns the reason if a row of `length` tokens ends with
-/// it. `limit` is the length at which the row ends, and the reason.
-pub(crate) fn end_after(
-    id: i64,
-    length: usize,
-    limit: (usize, FinishReason),
-    config: &GenerationConfig,
-    constraint: &mut Option<MaskedConstraint>,
-) -> Result<Option<FinishReason>> {
-    let mut finished = None;
-    let mut follows = true;
-    if let Some(constraint) = constraint {
-        follows = advance(constraint, id, config)?;
-        finished = constraint
-            .0
-            .is_finished()
-            .then_some(FinishReason::Constraint);
-    }
-    // An end-of-text token of the configuration is reported as such, even if the constraint ends too. If the token
-    // was forced although the text is incomplete, the length is the reported reason.
-    if follows && config.eos_token_id.contains(&id) {
-        finished = Some(FinishReason::EndOfText);
-    } else if follows && config.stop_token_ids.contains(&id) {
-        finished = Some(FinishReason::StopToken);
-    }
-    if length >= limit.0 {
-        finished.get_or_insert(limit.1);
-    }
-    Ok(finished)
-}
-
 /// Returns the tokens that a constraint allows next.
 pub(crate) fn allowed(constraint: &mut Option<MaskedConstraint>) -> Result<Option<&TokenMask>> {
     let Some((constraint, mask)) = constraint else {
@@ -245,13 +200,6 @@ pub(crate) struct Rows<'a> {
     /// The token that finished rows read.
     pad: i64,
     start: Instant,
-}
-
-/// Returns `true` if `max_time` has passed since `start`.
-pub(crate) fn is_late(config: &GenerationConfig, start: Instant) -> bool {
-    config
-        .max_time
-        .is_some_and(|limit| start.elapsed().as_secs_f64() > limit)
 }
 
 impl<'a> Rows<'a> {

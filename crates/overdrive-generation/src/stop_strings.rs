@@ -61,7 +61,7 @@ impl StopFilter {
                 stop: Some(stop),
             };
         }
-        let certain = self.certain();
+        let certain = certain_length(&self.pending, &self.strings);
         self.exempt = self.exempt.saturating_sub(certain);
         let rest = self.pending.split_off(certain);
         Filtered {
@@ -95,20 +95,18 @@ impl StopFilter {
             .min()
             .map(|(_, start, number)| (start, number))
     }
+}
 
-    /// Returns the number of bytes that belong to no stop string: all but the longest end of the text
-    /// that is the beginning of one.
-    fn certain(&self) -> usize {
-        let longest = self.strings.iter().map(String::len).max().unwrap_or(0);
-        let first = self.pending.len().saturating_sub(longest);
-        (first..self.pending.len())
-            .filter(|&start| self.pending.is_char_boundary(start))
-            .find(|&start| {
-                let end = &self.pending[start..];
-                self.strings.iter().any(|string| string.starts_with(end))
-            })
-            .unwrap_or(self.pending.len())
-    }
+/// Returns the number of leading bytes of a text that belong to none of `strings` that its end may begin: all but the longest
+/// end that is the beginning of one.
+pub fn certain_length(text: &str, strings: &[impl AsRef<str>]) -> usize {
+    let strings = || strings.iter().map(AsRef::as_ref);
+    let longest = strings().map(str::len).max().unwrap_or(0);
+    let first = text.len().saturating_sub(longest);
+    (first..text.len())
+        .filter(|&start| text.is_char_boundary(start))
+        .find(|&start| strings().any(|string| string.starts_with(&text[start..])))
+        .unwrap_or(text.len())
 }
 
 #[cfg(test)]

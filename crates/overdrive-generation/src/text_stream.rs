@@ -106,8 +106,8 @@ impl TextStream<'static> {
 }
 
 impl<'t> TextStream<'t> {
-    /// Returns a stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text; those of Gemma 4's tool
-    /// calls do.
+    /// Returns a stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text; the marks of
+    /// reasoning and of tool calls do.
     pub fn new(tokenizer: &'t Tokenizer, skip_special_tokens: bool) -> Self {
         TextStream::from_source(Source::Borrowed(tokenizer), skip_special_tokens)
     }
@@ -322,15 +322,43 @@ impl Bytes {
     }
 }
 
-/// The special tokens that leave text nevertheless: those of Gemma 4's tool calls, which could not be read without them.
-/// llama.cpp shows the same ones.
-const TOOL_CALLS: [&str; 3] = ["<|tool_call>", "<tool_call|>", "<|\"|>"];
+/// The special tokens that leave text nevertheless: marks of reasoning and of tool calls, without which neither could be
+/// read. In the order of Gemma 4, harmony (gpt-oss), Mistral, DeepSeek, Granite 3, Phi-4-mini, and all others. llama.cpp keeps
+/// them for models whose templates have them (`preserved_tokens`).
+const MARKS: [&str; 26] = [
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|\"|>",
+    "<|channel>",
+    "<channel|>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "[TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+    "[THINK]",
+    "[/THINK]",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<function_calls>",
+];
 
 /// Returns a token as the vocabulary has it; `None` if it leaves no text.
 fn token_of(tokenizer: &Tokenizer, id: u32, skip_special_tokens: bool) -> Option<String> {
     let token = tokenizer.id_to_token(id)?;
     let is_special = tokenizer.get_added_vocabulary().is_special_token(&token)
-        && !TOOL_CALLS.contains(&token.as_str());
+        && !MARKS.contains(&token.as_str());
     (!skip_special_tokens || !is_special).then_some(token)
 }
 

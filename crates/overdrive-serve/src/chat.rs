@@ -5,10 +5,14 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Completion, Request, TokenLogprobs};
-use serde_json::{Value, json};
+use overdrive_generation::{
+    AnswerText, ChatTemplate, ChatTemplateOptions, Completion, ReasoningParser, Request,
+    TokenLogprobs,
+};
+use serde_json::{Map, Value, json};
 
 use crate::answer::{Answer, stream, whole};
+use crate::answer_parser::AnswerParser;
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::Fields;
 use crate::job::{Job, finish_reason};
@@ -16,7 +20,7 @@ use crate::logprobs::chat_entry;
 use crate::messages::{self, Conversation};
 use crate::sampling::{MAX_LOGPROBS, Sampling};
 use crate::shared::{Shared, blocking, now};
-use crate::tools::{Schema, ToolCall, ToolReader, Tools, response_format};
+use crate::tools::{Schema, ToolCall, Tools, response_format};
 
 pub(crate) async fn chat_completions(
     State(shared): State<Arc<Shared>>,
@@ -69,9 +73,9 @@ pub(crate) async fn chat_completions(
         schema: forced.or(format),
         adapter: model.adapter,
     };
-    let job = turn.submit(&shared, sampling, started).await?;
-    let choice = || Choice {
-        reader: tools.clone().map(ToolReader::new),
+    let (job, reasoning) = turn.submit(&shared, sampling, started).await?;
+    let choice = Choice {
+        parser: AnswerParser::new(reasoning, tools),
         pending: Vec::new(),
     };
     let answer = Chat {
@@ -79,8 +83,7 @@ pub(crate) async fn chat_completions(
         created: now(),
         model: model.name,
         has_logprobs,
-        choices: (0..n).map(|_| choice()).collect(),
-        tools: tools.clone(),
+        choices: vec![choice; n],
         shared: Arc::clone(&shared),
     };
     match is_stream {
@@ -110,15 +113,16 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
+    /// Returns the job, and the parser of the reasoning in its answers.
     pub(crate) async fn submit(
         self,
         shared: &Arc<Shared>,
         sampling: Sampling,
         started: Instant,
-    ) -> ApiResult<Job> {
+    ) -> ApiResult<(Job, ReasoningParser)> {
         let seats = shared.seats("n", sampling.config.num_return_sequences)?;
         let preparing = Arc::clone(shared);
-        let (seats, request) = blocking(seats, move || {
+        let (seats, (request, reasoning)) = blocking(seats, move || {
             let shared = &*preparing;
             let template = template(shared, self.field)?;
             let Conversation { messages, images } = self.conversation;
@@ -131,15 +135,21 @@ impl Turn {
             let default = shared.model.config.max_new_tokens;
             let config = sampling.for_prompt(self.field, prompt.len(), default, shared)?;
             let images = shared.decode_images(self.field, &images)?;
+            let tokenizer = &shared.model.tokenizer;
+            let mut reasoning = ReasoningParser::new(tokenizer, &prompt)?;
+            let end = config.eos_token_id.clone();
             let mut request = Request::new(prompt, config).with_images(images);
             request.adapter = self.adapter;
-            Ok(match self.schema {
-                Some(schema) => request.with_constraint(schema.constraint(shared)?),
-                None => request,
-            })
+            if let Some(schema) = self.schema {
+                let constraint = schema.constraint(shared)?;
+                let constraint = reasoning.constrain_content(constraint, tokenizer, &end);
+                request = request.with_constraint(constraint);
+            }
+            Ok((request, reasoning))
         })
         .await?;
-        Job::submit(shared, vec![request], seats, started)
+        let job = Job::submit(shared, vec![request], seats, started)?;
+        Ok((job, reasoning))
     }
 }
 
@@ -149,7 +159,15 @@ pub(crate) fn template_options(
     tools: Option<&Tools>,
 ) -> ApiResult<ChatTemplateOptions> {
     let documents = fields.take("documents")?;
-    let variables = fields.take("chat_template_kwargs")?.unwrap_or_default();
+    let mut variables: Map<String, Value> =
+        fields.take("chat_template_kwargs")?.unwrap_or_default();
+    if let Some(effort) = fields.take::<String>("reasoning_effort")? {
+        // The templates of hybrid models have a switch and no effort.
+        if effort == "none" {
+            variables.entry("enable_thinking").or_insert(false.into());
+        }
+        variables.entry("reasoning_effort").or_insert(effort.into());
+    }
     let is_open = fields.take("continue_final_message")?.unwrap_or(false);
     let prompt: Option<bool> = fields.take("add_generation_prompt")?;
     if is_open && prompt == Some(true) {
@@ -173,14 +191,14 @@ struct Chat {
     created: u64,
     model: Arc<str>,
     has_logprobs: bool,
-    tools: Option<Tools>,
     choices: Vec<Choice>,
     shared: Arc<Shared>,
 }
 
-/// A choice of a stream.
+/// The state of a choice.
+#[derive(Clone)]
 struct Choice {
-    reader: Option<ToolReader>,
+    parser: AnswerParser,
     /// The log-probabilities of the tokens whose text is still held back.
     pending: Vec<Value>,
 }
@@ -209,6 +227,20 @@ impl Chat {
     }
 }
 
+/// Returns the fields of a delta with some text.
+fn delta(text: AnswerText) -> Value {
+    let mut delta = Map::new();
+    for (name, text) in [
+        ("reasoning_content", text.reasoning),
+        ("content", text.content),
+    ] {
+        if !text.is_empty() {
+            delta.insert(name.to_owned(), text.into());
+        }
+    }
+    delta.into()
+}
+
 impl Answer for Chat {
     fn head(&self, is_chunk: bool) -> Value {
         let object = match is_chunk {
@@ -220,22 +252,22 @@ impl Answer for Chat {
 
     fn choice(&self, choice: usize, completion: Completion) -> Value {
         let text = completion.text.unwrap_or_default();
-        let (text, calls) = match &self.tools {
-            None => (text, Vec::new()),
-            Some(tools) => {
-                let mut reader = ToolReader::new(tools.clone());
-                let shown = reader.push(&text);
-                let (rest, calls) = reader.finish();
-                (shown + &rest, calls)
-            }
+        let Some(Choice { mut parser, .. }) = self.choices.get(choice).cloned() else {
+            return Value::Null;
         };
+        let AnswerText { reasoning, content } = parser.push(&text);
+        let (rest, calls) = parser.finish();
+        let (reasoning, content) = (reasoning + &rest.reasoning, content + &rest.content);
         let has_calls = !calls.is_empty();
-        let mut message = json!({"role": "assistant", "content": text, "refusal": null});
+        let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+        if !reasoning.is_empty() {
+            message["reasoning_content"] = reasoning.into();
+        }
         let mut reason = finish_reason(completion.finish_reason);
         if has_calls {
             reason = "tool_calls";
             message["tool_calls"] = self.calls(calls).into();
-            if text.is_empty() {
+            if content.is_empty() {
                 message["content"] = Value::Null;
             }
         }
@@ -266,15 +298,12 @@ impl Answer for Chat {
         let entry = logprobs.map(|one| chat_entry(&self.shared, id, &one));
         let own = self.choices.get_mut(choice)?;
         own.pending.extend(entry);
-        let text = match &mut own.reader {
-            Some(reader) => reader.push(text),
-            None => text.to_owned(),
-        };
-        if text.is_empty() {
+        let text = own.parser.push(text);
+        if text == AnswerText::default() {
             return None;
         }
         let logprobs = std::mem::take(&mut own.pending);
-        Some(self.chunk(choice, json!({"content": text}), logprobs, None))
+        Some(self.chunk(choice, delta(text), logprobs, None))
     }
 
     fn end(&mut self, choice: usize, completion: Completion) -> Vec<Value> {
@@ -282,15 +311,11 @@ impl Answer for Chat {
             return Vec::new();
         };
         let mut logprobs = std::mem::take(&mut own.pending);
-        let (rest, calls) = own
-            .reader
-            .take()
-            .map(ToolReader::finish)
-            .unwrap_or_default();
+        let (rest, calls) = own.parser.clone().finish();
         let mut chunks = Vec::new();
-        if !rest.is_empty() {
-            let delta = json!({"content": rest});
-            chunks.push(self.chunk(choice, delta, std::mem::take(&mut logprobs), None));
+        if rest != AnswerText::default() {
+            let logprobs = std::mem::take(&mut logprobs);
+            chunks.push(self.chunk(choice, delta(rest), logprobs, None));
         }
         let mut reason = finish_reason(completion.finish_reason);
         if !calls.is_empty() {

@@ -34,6 +34,7 @@
 #![deny(missing_docs)]
 
 mod answer;
+mod answer_parser;
 mod api_error;
 mod chat;
 mod completions;
@@ -41,7 +42,6 @@ mod connections;
 mod embeddings;
 mod error;
 mod fields;
-mod gemma4_calls;
 mod images;
 mod job;
 mod key;
@@ -51,7 +51,6 @@ mod metrics;
 mod options;
 mod peer;
 mod pooler;
-mod qwen_calls;
 mod rerank;
 mod responses;
 mod routes;

@@ -6,10 +6,11 @@ use std::time::Instant;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
-use overdrive_generation::{FinishReason, Message};
+use overdrive_generation::{AnswerText, FinishReason, Message};
 use serde_json::{Map, Value, json};
 
 use crate::answer::{Events, stream_events};
+use crate::answer_parser::AnswerParser;
 use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::chat::{Turn, template, template_options};
 use crate::fields::{Fields, shorten};
@@ -17,7 +18,7 @@ use crate::job::{Job, Step, finish_reason};
 use crate::messages;
 use crate::sampling::Sampling;
 use crate::shared::{Shared, now};
-use crate::tools::{ToolReader, Tools, answer_format};
+use crate::tools::{Tools, answer_format};
 
 /// Fields that would change the answer, or that ask for a state that this server does not keep.
 const UNSUPPORTED: &[&str] = &[
@@ -27,7 +28,6 @@ const UNSUPPORTED: &[&str] = &[
     "background",
     "prompt",
     "include",
-    "reasoning",
     "max_tool_calls",
     "context_management",
     "n",
@@ -44,10 +44,18 @@ pub(crate) async fn responses(
     let template = template(&shared, "input")?;
     fields.refuse(UNSUPPORTED)?;
     let mut text: Map<String, Value> = fields.take("text")?.unwrap_or_default();
+    let mut reasoning: Map<String, Value> = fields.take("reasoning")?.unwrap_or_default();
+    let effort = reasoning.remove("effort");
+    fields.set("reasoning_effort", effort.clone().unwrap_or_default());
     for (name, value, neutral) in [
         ("truncation", fields.take("truncation")?, json!("disabled")),
         ("top_logprobs", fields.take("top_logprobs")?, json!(0)),
         ("text.verbosity", text.remove("verbosity"), json!("medium")),
+        (
+            "reasoning.summary",
+            reasoning.remove("summary"),
+            json!("auto"),
+        ),
     ] {
         if let Some(value) = value.filter(|value| !value.is_null() && *value != neutral) {
             let found = shorten(&value.to_string());
@@ -90,7 +98,7 @@ pub(crate) async fn responses(
         "output": [],
         "parallel_tool_calls": fields.peek("parallel_tool_calls") != Some(&json!(false)),
         "previous_response_id": null,
-        "reasoning": {"effort": null, "summary": null},
+        "reasoning": {"effort": effort, "summary": null},
         "store": false,
         "temperature": sampling.config.temperature,
         "text": {"format": shown_format},
@@ -133,11 +141,12 @@ pub(crate) async fn responses(
         schema: forced.or(format),
         adapter: model.adapter,
     };
-    let mut job = turn.submit(&shared, sampling, started).await?;
+    let (mut job, reasoning) = turn.submit(&shared, sampling, started).await?;
     let mut writer = Writer {
-        reader: tools.map(ToolReader::new),
+        parser: AnswerParser::new(reasoning, tools),
         response,
-        message: None,
+        open: None,
+        reasoning_tokens: 0,
         output: Vec::new(),
         sequence: 0,
         text: String::new(),
@@ -195,9 +204,17 @@ fn chat_messages(input: Value) -> ApiResult<Value> {
         }
     };
     let mut messages: Vec<Value> = Vec::new();
+    // Reasoning, which belongs to the next message of the model.
+    let mut reasoning: Option<String> = None;
     for (index, item) in items.into_iter().enumerate() {
         match item["type"].as_str().unwrap_or("message") {
             "message" => messages.push(json!({"role": item["role"], "content": item["content"]})),
+            "reasoning" => {
+                let parts = item["content"].as_array().into_iter().flatten();
+                let text: String = parts.filter_map(|part| part["text"].as_str()).collect();
+                reasoning = Some(text).filter(|text| !text.is_empty());
+                continue;
+            }
             "function_call" => {
                 let call = json!({
                     "id": item["call_id"], "type": "function",
@@ -221,11 +238,18 @@ fn chat_messages(input: Value) -> ApiResult<Value> {
             })),
             other => {
                 let message = format!(
-                    "`input[{index}]` has the type {other:?}; it must be message, function_call or \
+                    "`input[{index}]` has the type {other:?}; it must be message, reasoning, function_call or \
                      function_call_output"
                 );
                 return Err(ApiError::field("input", message));
             }
+        }
+        if let Some(last) = messages
+            .last_mut()
+            .filter(|last| last["role"] == "assistant")
+            && let Some(text) = reasoning.take()
+        {
+            last["reasoning_content"] = text.into();
         }
     }
     Ok(Value::Array(messages))
@@ -234,24 +258,52 @@ fn chat_messages(input: Value) -> ApiResult<Value> {
 /// The response while it is made, and the events of its stream that have not been sent.
 struct Writer {
     shared: Arc<Shared>,
-    reader: Option<ToolReader>,
+    parser: AnswerParser,
     response: Value,
-    /// The id and the text of the message, once it has text.
-    message: Option<(String, String)>,
+    /// The item whose text is being written.
+    open: Option<Item>,
     /// The items that are complete.
     output: Vec<Value>,
+    reasoning_tokens: usize,
     /// The number of the next event.
     sequence: u64,
     text: String,
 }
 
-/// Returns the content of a message.
-fn part(text: &str) -> Value {
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+/// An item of text: the reasoning of the model, or a message.
+struct Item {
+    kind: ItemKind,
+    id: String,
+    text: String,
 }
 
-fn message(id: &str, status: &str, content: &[Value]) -> Value {
-    json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": content})
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ItemKind {
+    Reasoning,
+    Message,
+}
+
+impl ItemKind {
+    /// Returns the content of an item with some text.
+    fn part(self, text: &str) -> Value {
+        match self {
+            ItemKind::Reasoning => json!({"type": "reasoning_text", "text": text}),
+            ItemKind::Message => {
+                json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+            }
+        }
+    }
+
+    fn item(self, id: &str, status: &str, content: &[Value]) -> Value {
+        match self {
+            ItemKind::Reasoning => {
+                json!({"type": "reasoning", "id": id, "status": status, "summary": [], "content": content})
+            }
+            ItemKind::Message => {
+                json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": content})
+            }
+        }
+    }
 }
 
 impl Writer {
@@ -273,59 +325,81 @@ impl Writer {
         self.emit(kind, event);
     }
 
-    /// Emits an event about the text of the message.
-    fn emit_text(&mut self, kind: &str, id: &str, name: &str, value: Value) {
-        let mut event =
-            json!({"item_id": id, "output_index": self.output.len(), "content_index": 0});
-        event[name] = value;
-        if kind.starts_with("response.output_text") {
-            event["logprobs"] = json!([]);
-        }
-        self.emit(kind, event);
+    /// Emits an event about the text of an item; `event` ends its name.
+    fn emit_text(&mut self, item: &Item, event: &str, name: &str, value: Value) {
+        let mut fields =
+            json!({"item_id": item.id, "output_index": self.output.len(), "content_index": 0});
+        fields[name] = value;
+        let kind = match (name, item.kind) {
+            ("part", _) => "content_part",
+            (_, ItemKind::Reasoning) => "reasoning_text",
+            (_, ItemKind::Message) => {
+                fields["logprobs"] = json!([]);
+                "output_text"
+            }
+        };
+        self.emit(&format!("response.{kind}.{event}"), fields);
     }
 
-    /// Appends text to the message, which begins with the first one.
-    fn push_text(&mut self, piece: &str) {
-        let (id, mut text) = self.message.take().unwrap_or_else(|| {
-            let id = self.shared.id("msg");
-            self.emit_item(
-                "response.output_item.added",
-                &message(&id, "in_progress", &[]),
-            );
-            self.emit_text("response.content_part.added", &id, "part", part(""));
-            (id, String::new())
-        });
-        if !piece.is_empty() {
-            self.emit_text("response.output_text.delta", &id, "delta", piece.into());
-            text.push_str(piece);
+    fn push(&mut self, text: &AnswerText) {
+        for (kind, text) in [
+            (ItemKind::Reasoning, &text.reasoning),
+            (ItemKind::Message, &text.content),
+        ] {
+            if !text.is_empty() {
+                self.push_text(kind, text);
+            }
         }
-        self.message = Some((id, text));
+    }
+
+    /// Appends text to the open item, or to a new one if that is of another kind.
+    fn push_text(&mut self, kind: ItemKind, piece: &str) {
+        if self.open.as_ref().is_some_and(|open| open.kind != kind) {
+            self.close_item("completed");
+        }
+        let mut item = self.open.take().unwrap_or_else(|| self.open_item(kind));
+        if !piece.is_empty() {
+            self.emit_text(&item, "delta", "delta", piece.into());
+            item.text.push_str(piece);
+        }
+        self.open = Some(item);
+    }
+
+    fn open_item(&mut self, kind: ItemKind) -> Item {
+        let id = self.shared.id(match kind {
+            ItemKind::Reasoning => "rs",
+            ItemKind::Message => "msg",
+        });
+        let added = kind.item(&id, "in_progress", &[]);
+        self.emit_item("response.output_item.added", &added);
+        let text = String::new();
+        let item = Item { kind, id, text };
+        self.emit_text(&item, "added", "part", kind.part(""));
+        item
+    }
+
+    fn close_item(&mut self, status: &str) {
+        let Some(item) = self.open.take() else {
+            return;
+        };
+        let part = item.kind.part(&item.text);
+        self.emit_text(&item, "done", "text", item.text.as_str().into());
+        self.emit_text(&item, "done", "part", part.clone());
+        let done = item.kind.item(&item.id, status, &[part]);
+        self.emit_item("response.output_item.done", &done);
+        self.output.push(done);
     }
 
     /// Completes the response with the rest of the text and the calls.
     fn close(&mut self, reason: FinishReason) {
-        let (rest, calls) = self
-            .reader
-            .take()
-            .map(ToolReader::finish)
-            .unwrap_or_default();
-        if !rest.is_empty() || (calls.is_empty() && self.message.is_none()) {
-            self.push_text(&rest);
+        let (rest, calls) = self.parser.clone().finish();
+        self.push(&rest);
+        if calls.is_empty() && self.open.is_none() {
+            self.push_text(ItemKind::Message, "");
         }
         let is_cut = finish_reason(reason) == "length";
         let status = if is_cut { "incomplete" } else { "completed" };
-        if let Some((id, text)) = self.message.take() {
-            self.emit_text(
-                "response.output_text.done",
-                &id,
-                "text",
-                text.as_str().into(),
-            );
-            self.emit_text("response.content_part.done", &id, "part", part(&text));
-            let item = message(&id, status, &[part(&text)]);
-            self.emit_item("response.output_item.done", &item);
-            self.output.push(item);
-        }
+        self.close_item(status);
         for call in calls {
             let (id, call_id) = (self.shared.id("fc"), self.shared.call_id());
             let item = |status: &str, arguments: &str| {
@@ -357,7 +431,7 @@ impl Writer {
             // The engine does not count them for each request.
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": input + output,
         });
     }
@@ -373,13 +447,9 @@ impl Events for Writer {
         match step {
             Step::Prompt { .. } => {}
             Step::Token { text, .. } => {
-                let text = match &mut self.reader {
-                    Some(reader) => reader.push(&text),
-                    None => text,
-                };
-                if !text.is_empty() {
-                    self.push_text(&text);
-                }
+                let text = self.parser.push(&text);
+                self.reasoning_tokens += usize::from(self.parser.is_reasoning());
+                self.push(&text);
             }
             Step::Finished { completion, .. } => self.close(completion.finish_reason),
         }

@@ -25,7 +25,7 @@ const REFUSED: [(&str, &str); 4] = [
 ];
 
 /// The keys of a message that chat templates render besides `content`.
-const TEMPLATE_KEYS: [&str; 3] = ["tool_calls", "reasoning_content", "thinking"];
+const TEMPLATE_KEYS: [&str; 4] = ["tool_calls", "reasoning_content", "thinking", "reasoning"];
 
 /// Returns `true` if the message has the weight 0, so that it does not enter the loss.
 pub(super) fn has_no_weight(message: &ChatMessage) -> bool {

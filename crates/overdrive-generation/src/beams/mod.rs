@@ -5,9 +5,10 @@ use std::time::Instant;
 use overdrive_core::random::{Generator, entropy};
 
 use crate::decoder::to_host;
+use crate::finish_reason::{is_late, limit};
 use crate::generate::repeated;
 use crate::row_text::RowText;
-use crate::rows::{OnToken, is_late, limit, room};
+use crate::rows::{OnToken, room};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
     GenerationConfig, GenerationModel, Result, TokenMask,
@@ -52,7 +53,7 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
     };
     if searches.iter().any(|search| !search.is_done()) {
         let images = options.images;
-        let mut decoder = model.row_decoder_with_images(prompts, images, config, beams)?;
+        let mut decoder = model.row_decoder(prompts, images, config, beams)?;
         // A prompt is read once, and its row of the cache then copied for each beam.
         let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
         let mut logits = repeated(&decoder.prefill()?, beams)?;

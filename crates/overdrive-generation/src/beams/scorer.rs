@@ -2,8 +2,8 @@
 
 use overdrive_core::random::Generator;
 
-use crate::candidates::Candidates;
 use crate::processors::{History, TokenCounts, process};
+use crate::sampler::cuts::Candidates;
 use crate::vector_math::{for_each_from, kth_best, maximum, sum_exp};
 use crate::{Error, GenerationConfig, Result, TokenMask};
 

@@ -1,7 +1,8 @@
 use overdrive_core::random::Generator;
 
 use super::scorer::{Continuation, Scorer};
-use crate::rows::{MaskedConstraint, advance, allowed, end_after, fork};
+use crate::finish_reason::end_after;
+use crate::rows::{MaskedConstraint, advance, allowed, fork};
 use crate::{EarlyStopping, Error, FinishReason, GenerationConfig, Result};
 
 /// The score of a beam that cannot win: below any sum of log-probabilities, as in transformers.

@@ -232,16 +232,22 @@ impl ChatTemplate {
             None => Value::Null,
         };
         let prompt = options.add_generation_prompt && last.is_none();
-        let messages = messages.into_iter().map(Value::Object).collect();
-        variables.insert("messages".to_owned(), Value::Array(messages));
+        let messages: Vec<Value> = messages.into_iter().map(Value::Object).collect();
+        variables.insert("messages".to_owned(), messages.into());
         variables.insert("tools".to_owned(), list(&options.tools));
         variables.insert("documents".to_owned(), list(&options.documents));
         variables.insert("add_generation_prompt".to_owned(), prompt.into());
         let template = self.choose(options)?;
-        let rendered = match marking {
-            true => template.render_marked(&variables, MARKS),
-            false => template.render(&variables),
+        let render = |variables: &Map<String, Value>| match marking {
+            true => template.render_marked(variables, MARKS),
+            false => template.render(variables),
         };
+        let rendered = render(&variables).or_else(|error| {
+            if error.is_raised() || !arguments_to_text(&mut variables)? {
+                return Err(error);
+            }
+            render(&variables).map_err(|_| error)
+        });
         let rendered = rendered.map_err(refused)?;
         match last {
             Some(last) => cut_at_open_end(&rendered, &last),
@@ -293,6 +299,26 @@ fn refused(error: overdrive_jinja::Error) -> Error {
         true => error.to_string(),
         false => format!("{error}; {REMEDY}"),
     })
+}
+
+/// Writes the arguments of the tool calls in `messages` as JSON text in Python's spelling, which the templates of DeepSeek's
+/// models append to a text; all others read objects. Returns `false` if there are no arguments.
+fn arguments_to_text(variables: &mut Map<String, Value>) -> overdrive_jinja::Result<bool> {
+    let messages = variables.get_mut("messages").and_then(Value::as_array_mut);
+    let calls = messages
+        .into_iter()
+        .flatten()
+        .filter_map(|message| message.get_mut("tool_calls")?.as_array_mut());
+    let mut is_changed = false;
+    for call in calls.flatten() {
+        if let Some(arguments @ Value::Object(_)) = call.pointer_mut("/function/arguments") {
+            let json = Template::parse("{{ arguments | tojson }}")?;
+            let variable = ("arguments".to_owned(), arguments.take());
+            *arguments = json.render(&Map::from_iter([variable]))?.into();
+            is_changed = true;
+        }
+    }
+    Ok(is_changed)
 }
 
 /// Puts a mark at the end of the last message's text; returns that text.

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use overdrive_transformer::VisionConfig;
 
+use crate::finish_reason::limit;
 use crate::images::grids_of;
 use crate::prompts::{check, check_ids};
-use crate::rows::limit;
 use crate::{
     Constraint, Error, FinishReason, GenerationConfig, ImagePatches, Result, TokenLogprobs,
 };

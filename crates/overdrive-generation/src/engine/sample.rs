@@ -7,9 +7,10 @@ use super::prompt_logprobs::{PromptScores, ScoredPosition};
 use super::request::{PromptLogprobs, RequestId};
 use super::scheduler::Chunk;
 use crate::device_sampling::RowLogits;
+use crate::finish_reason::is_late;
 use crate::images::PromptImages;
 use crate::row_text::RowText;
-use crate::rows::{ChosenToken, RowState, is_late};
+use crate::rows::{ChosenToken, RowState};
 use crate::speculation::{MOST_PROPOSED, PromptLookup};
 use crate::{
     Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenLogprobs,

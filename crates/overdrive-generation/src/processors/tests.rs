@@ -1,7 +1,7 @@
 use serde_json::Value;
 
 use super::{History, TokenCounts, process};
-use crate::candidates::Candidates;
+use crate::sampler::cuts::Candidates;
 use crate::{GenerationConfig, Sampler, TokenMask};
 
 /// Returns the scores after all processors, in the form of transformers' list of processors.

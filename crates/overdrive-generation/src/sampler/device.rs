@@ -1,7 +1,7 @@
 //! Choosing a token from logits that stay on their device.
 
+use super::cuts::{NoCandidates, TOP_H_TOKENS};
 use super::{Choice, Sampler};
-use crate::candidates::{NoCandidates, TOP_H_TOKENS};
 use crate::config::Cuts;
 use crate::device_sampling::{DeviceStep, Draw, RowChanges, RowPlan, RowResult, TIES};
 use crate::logprobs::{Logprobs, TokenLogprobs};

@@ -1,13 +1,15 @@
 use overdrive_core::random::Generator;
 
-use crate::candidates::Candidates;
 use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, TokenCounts, changes, process};
 use crate::row_scores::BestScores;
 use crate::vector_math::{arg_max, sum_exp};
 use crate::{Error, GenerationConfig, LogprobsMode, Result, TokenMask};
 
+pub(crate) mod cuts;
 mod device;
+
+use self::cuts::Candidates;
 
 /// A sampler that chooses the next token of one row from its logits.
 ///

@@ -6,11 +6,12 @@ use overdrive_transformer::CausalLm;
 use tokenizers::Tokenizer;
 
 use crate::cache;
-use crate::candidates::Candidates;
 use crate::decoder::{Decoder, to_host};
 use crate::device_sampling::RowLogits;
+use crate::finish_reason::is_late;
 use crate::generation_model::RowDecoder;
-use crate::rows::{OnToken, Row, Rows, is_late};
+use crate::rows::{OnToken, Row, Rows};
+use crate::sampler::cuts::Candidates;
 use crate::{
     Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GenerationConfig,
     Result, SpeculationStatistics,

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use overdrive_generation::{
     ChoiceConstraint, Constraint, FinishReason, GenerateOptions, GenerationConfig, GenerationModel,
-    Result, RowDecoder, generate, generate_with_options,
+    ImagePatches, Result, RowDecoder, generate, generate_with_options,
 };
 use overdrive_transformer::CausalLm;
 use serde_json::Value;
@@ -227,6 +227,7 @@ impl GenerationModel for Fixed {
     fn row_decoder<'m>(
         &'m self,
         prompts: &[Vec<i64>],
+        _: &[Vec<ImagePatches>],
         _: &GenerationConfig,
         _: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>> {

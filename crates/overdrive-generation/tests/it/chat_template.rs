@@ -47,6 +47,29 @@ fn templates_render_byte_for_byte_what_transformers_renders() {
 }
 
 #[test]
+fn arguments_of_calls_are_text_for_a_template_that_appends_them() {
+    let call = json!({"function": {"name": "f", "arguments": {"city": "Ülm", "days": 3}}});
+    let messages = [Message::assistant("").with("tool_calls", json!([call]))];
+    let render = |source: &str| {
+        let source = format!("{{% for call in messages[0].tool_calls %}}{source}{{% endfor %}}");
+        ChatTemplate::new(&source)
+            .unwrap()
+            .render(&messages, &Default::default())
+    };
+    let text = "{\"city\": \"Ülm\", \"days\": 3}";
+    assert_eq!(
+        render("{{ 'f ' + call.function.arguments }}").unwrap(),
+        format!("f {text}")
+    );
+    assert_eq!(
+        render("{{ call.function.arguments | tojson }}").unwrap(),
+        text
+    );
+    let error = render("{{ 1 + call.function.arguments }}").unwrap_err();
+    assert!(error.to_string().contains("dict"), "{error}");
+}
+
+#[test]
 fn a_folder_gives_one_template_or_several_with_their_tokens() {
     let dir = tempfile::tempdir().unwrap();
     let error = ChatTemplate::from_dir(dir.path()).unwrap_err();

@@ -5,8 +5,8 @@ use std::cell::RefCell;
 use std::ops::ControlFlow;
 
 use overdrive_generation::{
-    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, Result, RowDecoder,
-    generate_with_options, warm_up,
+    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ImagePatches, Result,
+    RowDecoder, generate_with_options, warm_up,
 };
 use overdrive_sys::random;
 use overdrive_transformer::CausalLm;
@@ -57,12 +57,13 @@ impl GenerationModel for Loading {
     fn row_decoder<'m>(
         &'m self,
         prompts: &[Vec<i64>],
+        images: &[Vec<ImagePatches>],
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>> {
         let lengths = prompts.iter().map(Vec::len).collect();
         self.passes.borrow_mut().push((lengths, 0));
-        let rows = self.model.row_decoder(prompts, config, copies)?;
+        let rows = self.model.row_decoder(prompts, images, config, copies)?;
         Ok(Box::new(Recorded(self, rows)))
     }
 

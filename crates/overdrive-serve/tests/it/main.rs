@@ -14,6 +14,7 @@ mod limits;
 mod lm_eval;
 mod openai_client;
 mod pooling;
+mod reasoning;
 mod responses;
 mod routes;
 mod shutdown;

@@ -240,9 +240,9 @@ fn what_is_not_supported_is_refused_by_name() {
             "does not support",
         ),
         (
-            json!({"reasoning": {"effort": "high"}}),
-            "reasoning",
-            "does not support",
+            json!({"reasoning": {"summary": "detailed"}}),
+            "reasoning.summary",
+            "auto",
         ),
         (
             json!({"include": ["message.output_text.logprobs"]}),
@@ -281,9 +281,9 @@ fn what_is_not_supported_is_refused_by_name() {
         (json!({"input": []}), "input", "at least one"),
         (json!({"input": null}), "input", "missing"),
         (
-            json!({"input": [{"type": "reasoning"}]}),
+            json!({"input": [{"type": "web_search_call"}]}),
             "input",
-            "reasoning",
+            "web_search_call",
         ),
         (
             json!({"input": [{"content": "a"}]}),

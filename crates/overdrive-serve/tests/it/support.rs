@@ -153,15 +153,15 @@ impl Gate {
 }
 
 /// A model that computes while the gate is open.
-struct Gated(CausalLm, Gate);
+struct Gated<M>(M, Gate);
 
-impl EngineModel for Gated {
+impl<M: EngineModel> EngineModel for Gated<M> {
     fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.0.cache_shape())
+        self.0.cache_shape()
     }
 
     fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(&self.0)
+        self.0.vocab_size()
     }
 
     fn context(&self) -> usize {
@@ -173,20 +173,20 @@ impl EngineModel for Gated {
     }
 
     fn vision(&self) -> Option<&VisionConfig> {
-        EngineModel::vision(&self.0)
+        self.0.vision()
     }
 
     fn encode_images(&self, pixels: &Tensor, grids: &[[i64; 2]]) -> Result<ImageFeatures> {
-        EngineModel::encode_images(&self.0, pixels, grids)
+        self.0.encode_images(pixels, grids)
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.1.pass();
-        EngineModel::forward(&self.0, step)
+        self.0.forward(step)
     }
 
     fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
-        EngineModel::hidden_states(&self.0, input_ids)
+        self.0.hidden_states(input_ids)
     }
 }
 
@@ -230,6 +230,22 @@ impl TestServer {
         let engine = EngineHandle::spawn(engine).unwrap();
         let options = ServerOptions::default();
         let server = Server::new(engine, served(tokenizer), options).unwrap();
+        TestServer::of(server, gate)
+    }
+
+    /// Starts a server over another model, with its tokenizer and template.
+    pub(crate) fn with_model(
+        model: impl EngineModel + Send + 'static,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+    ) -> TestServer {
+        let gate = Gate::new(true);
+        let tokenizer = Arc::new(tokenizer);
+        let engine = gated_engine(model, gate.clone(), |_| {});
+        let engine = engine.with_tokenizer(Arc::clone(&tokenizer));
+        let served = served(tokenizer).with_template(template);
+        let engine = EngineHandle::spawn(engine).unwrap();
+        let server = Server::new(engine, served, ServerOptions::default()).unwrap();
         TestServer::of(server, gate)
     }
 
@@ -333,11 +349,11 @@ pub(crate) fn server(
     Server::new(EngineHandle::spawn(engine).unwrap(), served, options).unwrap()
 }
 
-fn gated_engine(
-    model: CausalLm,
+fn gated_engine<M: EngineModel>(
+    model: M,
     gate: Gate,
     change: impl FnOnce(&mut EngineConfig),
-) -> Engine<Gated> {
+) -> Engine<Gated<M>> {
     let mut config = EngineConfig::default();
     config.block_size = 4;
     config.num_blocks = Some(512);

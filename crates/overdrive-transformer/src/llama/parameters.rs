@@ -3,12 +3,12 @@ use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
-use crate::{Init, LlamaConfig, LlamaFamily, per_layer, phi, vision};
+use crate::{Init, LlamaConfig, LlamaFamily, parallel_block, per_layer, vision};
 
 /// Returns the parameters of a Llama in the order of transformers' `named_parameters`, with those of images last.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     if config.family == LlamaFamily::Phi {
-        return phi::parameters(config);
+        return parallel_block::parameters(config);
     }
     let (hidden, head) = (config.hidden_size, config.head_dim());
     let (queries, keys) = (config.num_attention_heads * head, config.kv_heads() * head);

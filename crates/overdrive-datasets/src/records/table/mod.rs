@@ -2,6 +2,7 @@
 
 mod arrow_file;
 mod parquet_file;
+mod row_json;
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -10,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use arrow_array::RecordBatch;
-use arrow_json::LineDelimitedWriter;
 use overdrive_core::files::FileMap;
 use serde::de::DeserializeOwned;
 
 use self::arrow_file::ArrowFile;
 use self::parquet_file::ParquetFile;
+use self::row_json::row_as_json;
 use super::find_files;
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
@@ -249,18 +250,6 @@ impl<T> std::fmt::Debug for TableRecords<T> {
             .field("rows", &self.rows())
             .finish_non_exhaustive()
     }
-}
-
-/// Converts a batch of one row to a JSON object, with null for missing values.
-fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
-    // Without explicit nulls a missing value would be a missing field, which serde treats differently.
-    let builder = arrow_json::WriterBuilder::new().with_explicit_nulls(true);
-    let mut writer: LineDelimitedWriter<Vec<u8>> = builder.build(Vec::new());
-    writer
-        .write(row)
-        .and_then(|()| writer.finish())
-        .map_err(|error| error.to_string())?;
-    Ok(writer.into_inner())
 }
 
 fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
