@@ -38,6 +38,7 @@
 //! | `gemma4_text` | Gemma 4 (text), dense and with experts (26B-A4B) | as Gemma 3n, with one residual stream; heads of another size and number in layers without a window, whose keys may be values; with or without a mixture of experts beside the feed-forward block |
 //! | `gemma4` | the text model of multimodal Gemma 4 | as `gemma4_text`, and saved as `gemma4_text` |
 //! | `qwen3_vl` | Qwen3-VL, dense | a Qwen3 that sees images ([`CausalLm::encode_images`]): a vision tower, three rotary positions for each token |
+//! | `qwen3_vl_moe` | Qwen3-VL with experts (30B-A3B, 235B-A22B) | as `qwen3_vl`, with a mixture of experts in some or all layers |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] are bidirectional encoders ([`EncoderFamily`]):

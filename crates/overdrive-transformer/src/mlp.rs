@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
 use crate::clamped_swiglu::ClampedSwiglu;
+use crate::config::ExpertsConfig;
 use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::per_layer::GaussianTopK;
@@ -158,17 +159,22 @@ impl GatedMlp {
         })
     }
 
-    /// Takes an expert of gpt-oss.
-    pub(crate) fn take_clamped(
+    /// Takes an expert whose weights a file has as `(I, O)` (gpt-oss, Qwen3-VL).
+    pub(crate) fn take_transposed(
         parameters: &mut ParameterMap,
         joint: &[String],
         down: &str,
-        gate: ClampedSwiglu,
+        config: &LlamaConfig,
+        experts: &ExpertsConfig,
     ) -> Result<GatedMlp> {
+        let bias = config.has_mlp_bias();
         Ok(GatedMlp {
-            gate_up: JointLinear::take_conv1d(parameters, joint)?,
-            down: parameters.take_conv1d(down)?,
-            gate: Gate::Clamped(gate),
+            gate_up: JointLinear::take_conv1d(parameters, joint, bias)?,
+            down: parameters.take_conv1d(down, bias)?,
+            gate: match config.family {
+                LlamaFamily::GptOss => Gate::Clamped(ClampedSwiglu::new(experts)),
+                _ => Gate::Plain(activation_named("hidden_act", &config.hidden_act)?),
+            },
             sparsity: None,
         })
     }
