@@ -226,7 +226,7 @@ impl TrainingRun {
             state.ema.as_mut().map(Ema::update).transpose()?;
         }
         // One collective for all totals, including the stop request, so that all processes stop at the same step.
-        self.totals.labels = accumulated.tokens as u64;
+        self.totals.labels = accumulated.tokens;
         self.totals.stop = self.interrupt.requested();
         let totals = self.totals.over(&self.group)?;
         let mut metrics = self.log.end_step(&totals)?;
