@@ -122,7 +122,7 @@ pub use muon::{Muon, MuonConfig, MuonPrecision, MuonRate};
 pub use optimizer::{GradScaling, Optimizer, OptimizerId, OptimizerState};
 pub use paged_adamw::{PagedAdamW, PagedAdamWConfig, StateBits};
 pub use paging::PagingConfig;
-pub use param_group::ParamGroup;
+pub use param_group::{ParamGroup, decay_groups};
 pub use schedule::{
     LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
     ScheduleOptions, Warmup,
@@ -131,4 +131,4 @@ pub use sgd::{Sgd, SgdConfig};
 pub use state_dict::StateDict;
 pub use stateful::{StateError, Stateful};
 pub use tch_optimizer::TchOptimizer;
-pub use weight_decay::{DecayRule, EMBEDDING_NAMES, decay_groups};
+pub use weight_decay::{DecayRule, EMBEDDING_NAMES};

@@ -1,9 +1,5 @@
 //! The rule that excludes parameters from weight decay.
 
-use tch::Tensor;
-
-use crate::ParamGroup;
-
 /// The substrings by which the name of an embedding's table is recognized: `model.embed_tokens.weight` of
 /// Llama and Gemma, `transformer.wte.weight` and `transformer.wpe.weight` of GPT-2.
 pub const EMBEDDING_NAMES: [&str; 3] = ["embed", "wte", "wpe"];
@@ -69,77 +65,4 @@ impl DecayRule {
     pub fn decays(&self, name: &str, dim: usize) -> bool {
         dim >= self.min_decay_dim && !name_contains(name, &self.no_decay_names)
     }
-
-    /// Splits parameters into a group `decay` with `weight_decay` and a group `no_decay` with 0. Frozen
-    /// parameters (`requires_grad` false) and empty groups are left out.
-    #[must_use]
-    pub fn groups(
-        &self,
-        named_parameters: impl IntoIterator<Item = (String, Tensor)>,
-        weight_decay: f64,
-    ) -> Vec<ParamGroup> {
-        let (decayed, exempt): (Vec<_>, Vec<_>) = named_parameters
-            .into_iter()
-            .filter(|(_, tensor)| tensor.requires_grad())
-            .partition(|(name, tensor)| self.decays(name, tensor.dim()));
-        [("decay", decayed, weight_decay), ("no_decay", exempt, 0.0)]
-            .into_iter()
-            .filter(|(_, parameters, _)| !parameters.is_empty())
-            .map(|(name, parameters, decay)| {
-                ParamGroup::new(name, parameters).with_weight_decay(decay)
-            })
-            .collect()
-    }
-
-    /// Splits parameters as [`groups`](Self::groups) does, with a group `muon` before the others: the decayed matrices
-    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`), which [`Muon`](crate::Muon) is not made for.
-    #[must_use]
-    pub fn groups_with_muon(
-        &self,
-        named_parameters: impl IntoIterator<Item = (String, Tensor)>,
-        weight_decay: f64,
-    ) -> Vec<ParamGroup> {
-        let is_table = |name: &str| {
-            let mut tables = EMBEDDING_NAMES.into_iter();
-            name.contains("lm_head") || tables.any(|table| name.contains(table))
-        };
-        let (matrices, others): (Vec<_>, Vec<_>) =
-            named_parameters.into_iter().partition(|(name, tensor)| {
-                tensor.dim() == 2 && self.decays(name, 2) && !is_table(name)
-            });
-        let mut groups = self.groups(matrices, weight_decay);
-        groups
-            .iter_mut()
-            .for_each(|group| group.name = "muon".to_owned());
-        groups.extend(self.groups(others, weight_decay));
-        groups
-    }
-}
-
-/// Splits parameters into groups by the default [`DecayRule`], which excludes biases and norms from weight
-/// decay.
-///
-/// ```
-/// use overdrive_optim::decay_groups;
-/// use tch::{Device, Kind, Tensor};
-///
-/// let weight = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu)).set_requires_grad(true);
-/// let groups = decay_groups(
-///     [
-///         ("embed_tokens.weight".to_string(), weight(&[32, 8])),
-///         ("layers.0.mlp.up_proj.weight".to_string(), weight(&[16, 8])),
-///         ("norm.weight".to_string(), weight(&[8])),
-///     ],
-///     0.1,
-/// );
-/// assert_eq!(groups[0].parameters.len(), 2);
-/// assert_eq!(groups[1].parameters[0].0, "norm.weight");
-/// assert_eq!(groups[1].weight_decay, Some(0.0));
-/// ```
-#[must_use]
-pub fn decay_groups(
-    named_parameters: impl IntoIterator<Item = (String, Tensor)>,
-    weight_decay: f64,
-) -> Vec<ParamGroup> {
-    DecayRule::default().groups(named_parameters, weight_decay)
 }

@@ -131,7 +131,6 @@ mod encoder;
 mod error;
 mod execution;
 mod gated_delta_net;
-mod gates;
 mod gguf;
 mod gpt2;
 mod init;
@@ -155,6 +154,7 @@ mod rope;
 mod rounding;
 mod seq2seq;
 mod shared_kv;
+mod sigmoid_gates;
 mod vision;
 
 pub use causal_lm::{CausalLm, InitOptions};

@@ -5,9 +5,9 @@ use super::names::{correction_name, router_module};
 use super::router_scales::RouterScales;
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
-use crate::gates::sigmoid;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
+use crate::sigmoid_gates::sigmoid;
 
 /// The choice of experts for `N` tokens.
 #[derive(Debug)]

@@ -1,3 +1,4 @@
+use super::super::chat::role;
 use super::*;
 
 fn read(json: &str) -> Result<InstructionRecord, String> {
