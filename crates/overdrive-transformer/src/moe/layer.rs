@@ -10,7 +10,7 @@ use super::router::{Router, Routing};
 use super::shared::SharedExpert;
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig};
-use crate::mlp::GatedMlp;
+use crate::feed_forward::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor};
 

@@ -4,7 +4,7 @@ use super::names::{
     ExpertModules, expert_modules, router_module, shared_gate_module, shared_modules,
 };
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
-use crate::mlp::WeightSpec;
+use crate::feed_forward::WeightSpec;
 use crate::parameters::ParameterRole;
 
 /// Returns the weights of the block `prefix`, in the order of transformers' modules.

@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::names::{shared_gate_module, shared_modules};
 use crate::Result;
 use crate::config::LlamaConfig;
-use crate::mlp::GatedMlp;
+use crate::feed_forward::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
 use crate::sigmoid_gates::sigmoid;

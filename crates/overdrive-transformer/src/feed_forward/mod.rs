@@ -1,9 +1,15 @@
+//! The feed-forward block of a decoder layer.
+
+mod clamped_swiglu;
+mod gate;
+
 use overdrive_fused::{Activation, glu, rows};
 use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
+use self::clamped_swiglu::ClampedSwiglu;
+use self::gate::Gate;
 use crate::activation::{activate, activation_named};
-use crate::clamped_swiglu::ClampedSwiglu;
 use crate::config::ExpertsConfig;
 use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
@@ -131,15 +137,6 @@ pub(crate) struct GatedMlp {
     gate: Gate,
     /// The gates that are set to zero before the activation (Gemma 3n).
     sparsity: Option<GaussianTopK>,
-}
-
-/// The function of gate and up.
-#[derive(Debug, Clone, Copy)]
-enum Gate {
-    /// `act(gate) · up` of gate and up, one after the other.
-    Plain(Activation),
-    /// gpt-oss's function of gate and up, which alternate.
-    Clamped(ClampedSwiglu),
 }
 
 impl GatedMlp {
