@@ -41,7 +41,7 @@ mod constants;
 mod error;
 mod file_map;
 pub mod files;
-pub mod gpu_models;
+pub mod gpu_peaks;
 mod lock;
 mod output;
 mod print;

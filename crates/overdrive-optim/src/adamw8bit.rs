@@ -11,7 +11,7 @@ use crate::joint_update::{JointUpdate, WINDOW, flat_range, scales_of};
 use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version};
 use crate::operators::{self, Piece};
 use crate::paging::{Allocated, Pager, Request, Storage};
-use crate::param_group::name_contains;
+use crate::weight_decay::name_contains;
 use crate::{PagingConfig, Result};
 
 /// The options of [`AdamW8bit`]. The defaults are those of bitsandbytes' `AdamW8bit`.

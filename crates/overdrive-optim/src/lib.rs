@@ -103,6 +103,7 @@ mod state_metadata;
 mod state_shards;
 mod stateful;
 mod tch_optimizer;
+mod weight_decay;
 
 pub use adafactor::{Adafactor, AdafactorConfig};
 pub use adamw::{AdamW, AdamWConfig, Implementation};
@@ -121,7 +122,7 @@ pub use muon::{Muon, MuonConfig, MuonPrecision, MuonRate};
 pub use optimizer::{GradScaling, Optimizer, OptimizerId, OptimizerState};
 pub use paged_adamw::{PagedAdamW, PagedAdamWConfig, StateBits};
 pub use paging::PagingConfig;
-pub use param_group::{DecayRule, EMBEDDING_NAMES, ParamGroup, decay_groups};
+pub use param_group::{ParamGroup, decay_groups};
 pub use schedule::{
     LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
     ScheduleOptions, Warmup,
@@ -130,3 +131,4 @@ pub use sgd::{Sgd, SgdConfig};
 pub use state_dict::StateDict;
 pub use stateful::{StateError, Stateful};
 pub use tch_optimizer::TchOptimizer;
+pub use weight_decay::{DecayRule, EMBEDDING_NAMES};

@@ -11,7 +11,7 @@ use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::joint_update::JointUpdate;
 use crate::kernels::AdamNumbers;
 use crate::paging::{Pager, PagingConfig, Storage};
-use crate::param_group::name_contains;
+use crate::weight_decay::name_contains;
 
 /// The bits of a state element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

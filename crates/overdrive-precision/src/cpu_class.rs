@@ -1,5 +1,5 @@
 //! The dtypes that each class of CPUs multiplies fast: the table behind
-//! [`Precision::recommend`](crate::Precision::recommend). The table of GPUs is [`overdrive_core::gpu_models`].
+//! [`Precision::recommend`](crate::Precision::recommend). The table of GPUs is [`overdrive_core::gpu_peaks`].
 //!
 //! Source: the instructions that oneDNN has kernels for.
 

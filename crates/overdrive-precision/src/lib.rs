@@ -65,7 +65,7 @@ pub use cpu_class::CpuClass;
 pub use error::{Error, Result};
 pub use grad_scaler::{GradScaler, StepOutcome};
 pub use overdrive_build::MatmulSpeed;
-pub use overdrive_core::gpu_models::{GPU_GENERATIONS, GpuGeneration};
+pub use overdrive_core::gpu_peaks::{GPU_GENERATIONS, GpuGeneration};
 pub use precision::{ParsePrecisionError, Precision, Recommendation};
 pub use scaler_config::{GradScalerConfig, GradScalerState};
 pub use scaler_statistics::{

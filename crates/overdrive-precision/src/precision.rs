@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use overdrive_build::MatmulSpeed;
 use overdrive_build::cpu::CpuFeatures;
-use overdrive_core::gpu_models::GpuGeneration;
+use overdrive_core::gpu_peaks::GpuGeneration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use overdrive_core::gpu_models::GpuModel;
+use overdrive_core::gpu_peaks::GpuModel;
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Kind, Tensor};
 

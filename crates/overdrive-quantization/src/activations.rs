@@ -42,16 +42,23 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Common`] for [`Activations::Int8`] with [`Scheme::Fp8`], for which there is no integer
-    /// GEMM, and for [`Activations::Float8`] with any other scheme.
+    /// [`Error::Common`] for [`Activations::Int8`] with [`Scheme::Fp8`] and [`Scheme::Fp8Blocks`], for which there is no
+    /// integer GEMM, and for [`Activations::Float8`] with any other scheme than [`Scheme::Fp8`].
     pub fn with_activations(mut self, activations: Activations) -> Result<QuantizedWeight> {
-        if activations == Activations::Int8 && self.scheme == Scheme::Fp8 {
-            let found = "int8 with a weight of 8-bit floats";
-            return Err(Error::option("activations", found, "auto, float or float8"));
-        }
-        if activations == Activations::Float8 && self.scheme != Scheme::Fp8 {
-            let found = format!("float8 with a weight of scheme {}", self.scheme);
-            return Err(Error::option("activations", found, "auto, float or int8"));
+        use Activations::{Float8, Int8};
+        let (refused, allowed): (&[Activations], _) = match self.scheme {
+            Scheme::Fp8 => (&[Int8], "auto, float or float8"),
+            Scheme::Fp8Blocks => (&[Int8, Float8], "auto or float"),
+            _ => (&[Float8], "auto, float or int8"),
+        };
+        if refused.contains(&activations) {
+            let name = if activations == Int8 {
+                "int8"
+            } else {
+                "float8"
+            };
+            let found = format!("{name} with a weight of scheme {}", self.scheme);
+            return Err(Error::option("activations", found, allowed));
         }
         // The kernel is chosen in each call, so nothing else depends on it.
         self.activations = activations;

@@ -30,6 +30,7 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> 
         Scheme::Nf4(options) => blocks(&weight, Book::Nf4, options),
         Scheme::Fp4(options) => blocks(&weight, Book::Fp4, options),
         Scheme::Fp8 => float8(&weight),
+        Scheme::Fp8Blocks => Err(scheme.is_only_read()),
         Scheme::Mxfp4 | Scheme::Nvfp4 => microscaling::quantize(&weight, scheme),
     }
 }

@@ -133,6 +133,8 @@ enum Codes<'a> {
     Fp8 {
         codes: &'a [u8],
         scales: &'a [f32],
+        /// The number of inputs that share a scale.
+        group: usize,
     },
     Grouped {
         bits: u8,
@@ -164,6 +166,7 @@ impl<'a> Decoder<'a> {
             Storage::Fp8 { codes, scales } => Codes::Fp8 {
                 codes: elements(codes)?,
                 scales: elements(scales)?,
+                group: fp8::group(scales, weight.inputs.unsigned_abs() as usize),
             },
             Storage::Grouped {
                 codes,
@@ -220,7 +223,15 @@ impl<'a> Decoder<'a> {
             Codes::Int8 { codes, scales } => {
                 int8::dequantize_row(&codes[of_row], scales[row], to);
             }
-            Codes::Fp8 { codes, scales } => fp8::dequantize_row(&codes[of_row], scales[row], to),
+            Codes::Fp8 {
+                codes,
+                scales,
+                group,
+            } => {
+                let groups = width.div_ceil(*group);
+                let scales = &scales[row * groups..(row + 1) * groups];
+                fp8::dequantize_row(&codes[of_row], *group, scales, to);
+            }
             Codes::Blocks {
                 book,
                 block,

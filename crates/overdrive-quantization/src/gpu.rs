@@ -74,7 +74,10 @@ pub(crate) fn takes_rows(weight: &QuantizedWeight) -> Result<bool> {
 fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
     let (codes, scales, numbers) = match &weight.storage {
         Storage::Int8 { codes, scales } => (codes, scales, EightBitNumbers::Integer),
-        Storage::Fp8 { codes, scales } => (codes, scales, EightBitNumbers::Float),
+        // The kernels have no floats with a scale for each group.
+        Storage::Fp8 { codes, scales } if scales.dim() == 1 => {
+            (codes, scales, EightBitNumbers::Float)
+        }
         Storage::Grouped {
             codes,
             scales,

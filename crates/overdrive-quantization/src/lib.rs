@@ -9,6 +9,7 @@
 //! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.13 to 8.5 | compressed-tensors, GPTQ, AWQ, GGUF |
 //! | `nf4`, `fp4`, `nf4-single`, … | a code book of 16 values | 64 elements | 4.13, 4.5 | bitsandbytes (QLoRA) |
 //! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
+//! | `fp8-blocks`, from files only | e4m3 floats | 128 outputs and 128 inputs | 8.25 | DeepSeek-V3, Qwen 3 |
 //! | `mxfp4`, `nvfp4` | e2m1 floats | 32 or 16 inputs, in 8 bits | 4.25, 4.5 | compressed-tensors, gpt-oss, GGUF |
 //!
 //! The CPU kernels treat [numbers below 2⁻¹²⁶ as zero](overdrive_kernels#subnormal-numbers), in inputs, scales and

@@ -143,6 +143,7 @@ fn on_cpu(
             Scheme::Nf4(options) => source.blocks(Book::Nf4, options),
             Scheme::Fp4(options) => source.blocks(Book::Fp4, options),
             Scheme::Fp8 => source.fp8(),
+            Scheme::Fp8Blocks => Err(scheme.is_only_read()),
             Scheme::Mxfp4 | Scheme::Nvfp4 => composed::quantize(weight, scheme, scales),
         }
     })

@@ -32,6 +32,9 @@ pub enum Scheme {
     Fp4(BlockOptions),
     /// 8-bit floats (e4m3) with one scale for each output.
     Fp8,
+    /// 8-bit floats (e4m3) with one scale for each block of 128 outputs and 128 inputs, as DeepSeek-V3 is published.
+    /// Such weights are read and written; no weight is quantized to this scheme.
+    Fp8Blocks,
     /// 4-bit floats (e2m1) in blocks of 32 inputs, each with a power of two as its scale (OCP Microscaling Formats
     /// 1.0; the experts of gpt-oss).
     Mxfp4,
@@ -120,7 +123,7 @@ impl Scheme {
     ///
     /// # Errors
     /// [`Error::Common`] for a group size that is not supported or does not divide the inputs, a block size
-    /// that bitsandbytes does not support, and a threshold that is negative or NaN.
+    /// that bitsandbytes does not support, a threshold that is negative or NaN, and [`Scheme::Fp8Blocks`].
     pub fn validate(&self, inputs: i64) -> Result<()> {
         match self {
             Scheme::Grouped(options) => options.validate(inputs),
@@ -137,6 +140,7 @@ impl Scheme {
                 );
                 Err(Error::option("scheme", found, expected))
             }
+            Scheme::Fp8Blocks => Err(self.is_only_read()),
             Scheme::LlmInt8 { threshold } if threshold.is_nan() || *threshold < 0.0 => {
                 // Not `check_non_negative`: an infinite threshold is valid and means that there are no outliers.
                 Err(Error::option(
@@ -147,6 +151,13 @@ impl Scheme {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns the error for quantizing to a scheme of files.
+    pub(crate) fn is_only_read(self) -> Error {
+        let expected = "a scheme to quantize to, such as fp8; a weight in this scheme is read from a file, so dequantize \
+                        the model before you change its weights";
+        Error::option("scheme", self, expected)
     }
 
     /// Returns the code book of the blocks and their options; an error for a scheme without blocks.
@@ -277,6 +288,7 @@ impl fmt::Display for Scheme {
             Scheme::Nf4(options) => write!(f, "nf4{options}"),
             Scheme::Fp4(options) => write!(f, "fp4{options}"),
             Scheme::Fp8 => f.write_str("fp8"),
+            Scheme::Fp8Blocks => f.write_str("fp8-blocks"),
             Scheme::Mxfp4 => f.write_str("mxfp4"),
             Scheme::Nvfp4 => f.write_str("nvfp4"),
         }

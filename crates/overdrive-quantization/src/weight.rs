@@ -49,11 +49,12 @@ pub(crate) enum Storage {
         codes: Tensor,
         magnitudes: Magnitudes,
     },
-    /// `w = codes · scale` by row: [`Scheme::Fp8`].
+    /// `w = codes · scale` by row: [`Scheme::Fp8`], or by group of 128 inputs: [`Scheme::Fp8Blocks`].
     Fp8 {
         /// e4m3 in u8 `(O, I)`.
         codes: Tensor,
-        /// f32 `(O,)`.
+        /// f32 `(O,)`, or for blocks `(O, ⌈I/128⌉)`: each row has the scales of its blocks, so that rows can be
+        /// selected.
         scales: Tensor,
     },
 }

@@ -61,6 +61,7 @@ mod manager;
 mod manifest;
 mod options;
 mod ranks;
+mod rotation;
 mod run_state;
 mod save_job;
 mod snapshot;

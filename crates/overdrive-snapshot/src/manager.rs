@@ -8,6 +8,7 @@ use std::time::Instant;
 use crate::folder::{self, Listing};
 use crate::options::SnapshotOptions;
 use crate::ranks::{Ranks, SingleProcess};
+use crate::rotation::best_of;
 use crate::save_job::{Peers, QUIET_LIMIT, SaveJob};
 use crate::staging::Staging;
 use crate::writer::{Rotation, SaveOutcome, Writer, save};
@@ -466,7 +467,7 @@ impl SnapshotManager {
             return Ok(None);
         };
         let snapshots = self.list()?;
-        let Some(best) = folder::best_of(&snapshots, best) else {
+        let Some(best) = best_of(&snapshots, best) else {
             return Ok(None);
         };
         best.verify()?;

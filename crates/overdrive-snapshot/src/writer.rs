@@ -6,8 +6,8 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
 use crate::contents::Entry;
-use crate::folder;
 use crate::options::Best;
+use crate::rotation::rotate;
 use crate::save_job::SaveJob;
 use crate::{Error, Result};
 
@@ -53,8 +53,7 @@ pub(crate) fn save(
 ) -> (SaveOutcome, Vec<Entry>) {
     let began = Instant::now();
     let result = job.write().map(|(path, bytes)| {
-        let rotated =
-            rotation.map(|Rotation { limit, best }| folder::rotate(&job.folder, limit, best));
+        let rotated = rotation.map(|Rotation { limit, best }| rotate(&job.folder, limit, best));
         let (removed, rotation_error) = match rotated.transpose() {
             Ok(removed) => (removed.unwrap_or_default(), None),
             // A failure to delete an old snapshot does not make the new one a failure.

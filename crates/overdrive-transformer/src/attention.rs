@@ -8,13 +8,13 @@ use overdrive_nn::{Linear, joint_forward_into};
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache, rows_options};
-use crate::gates;
 use crate::mask::Mask;
 use crate::norm::Norm;
 use crate::parameters::ParameterMap;
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rope::Rotation;
 use crate::shared_kv::SharedKv;
+use crate::sigmoid_gates;
 use crate::{Execution, LlamaConfig, LlamaFamily, Result};
 
 /// Returns the names of the norms of queries and keys, which are LayerNorms in Phi-2.
@@ -146,7 +146,7 @@ impl RotaryAttention {
         let cache = step.cache.map(|cache| (step.layer, cache));
         let mut mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
         if let Some(gate) = gate {
-            mixed = gates::gated(&mixed, &gate, fused)?;
+            mixed = sigmoid_gates::gated(&mixed, &gate, fused)?;
         }
         Ok(self.o.forward_with(&mixed, fused)?)
     }

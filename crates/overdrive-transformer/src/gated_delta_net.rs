@@ -11,11 +11,11 @@ use tch::{Kind, Tensor};
 
 use crate::attention::AttentionStep;
 use crate::config::DeltaNetConfig;
-use crate::gates::decay_and_rate;
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rms_norm::RmsNorm;
+use crate::sigmoid_gates::decay_and_rate;
 use crate::{AttentionImplementation, Init, LlamaConfig, Result};
 
 /// The parameters that are not of a linear layer, besides the norm.

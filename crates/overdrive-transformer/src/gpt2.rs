@@ -264,11 +264,11 @@ impl Block {
         let default_scale = config.scale_attn_weights && !config.scale_attn_by_inverse_layer_idx;
         Ok(Block {
             attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), true, eps)?,
-            qkv: parameters.take_conv1d(&format!("{prefix}.attn.c_attn"))?,
-            attention_output: parameters.take_conv1d(&format!("{prefix}.attn.c_proj"))?,
+            qkv: parameters.take_conv1d(&format!("{prefix}.attn.c_attn"), true)?,
+            attention_output: parameters.take_conv1d(&format!("{prefix}.attn.c_proj"), true)?,
             mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), true, eps)?,
-            mlp_input: parameters.take_conv1d(&format!("{prefix}.mlp.c_fc"))?,
-            mlp_output: parameters.take_conv1d(&format!("{prefix}.mlp.c_proj"))?,
+            mlp_input: parameters.take_conv1d(&format!("{prefix}.mlp.c_fc"), true)?,
+            mlp_output: parameters.take_conv1d(&format!("{prefix}.mlp.c_proj"), true)?,
             activation: activation_named("activation_function", &config.activation_function)?,
             scale: (!default_scale).then_some(base / depth),
         })

@@ -38,6 +38,7 @@
 //! | `gemma4_text` | Gemma 4 (text), dense and with experts (26B-A4B) | as Gemma 3n, with one residual stream; heads of another size and number in layers without a window, whose keys may be values; with or without a mixture of experts beside the feed-forward block |
 //! | `gemma4` | the text model of multimodal Gemma 4 | as `gemma4_text`, and saved as `gemma4_text` |
 //! | `qwen3_vl` | Qwen3-VL, dense | a Qwen3 that sees images ([`CausalLm::encode_images`]): a vision tower, three rotary positions for each token |
+//! | `qwen3_vl_moe` | Qwen3-VL with experts (30B-A3B, 235B-A22B) | as `qwen3_vl`, with a mixture of experts in some or all layers |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] are bidirectional encoders ([`EncoderFamily`]):
@@ -123,14 +124,13 @@ mod attend;
 mod attention;
 mod causal_lm;
 mod checkpoint;
-mod clamped_swiglu;
 mod config;
 mod decode_step;
 mod encoder;
 mod error;
 mod execution;
+mod feed_forward;
 mod gated_delta_net;
-mod gates;
 mod gguf;
 mod gpt2;
 mod init;
@@ -140,7 +140,6 @@ mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
-mod mlp;
 mod moe;
 mod norm;
 mod parallel_block;
@@ -154,6 +153,7 @@ mod rope;
 mod rounding;
 mod seq2seq;
 mod shared_kv;
+mod sigmoid_gates;
 mod vision;
 
 pub use causal_lm::{CausalLm, InitOptions};

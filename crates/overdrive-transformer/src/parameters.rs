@@ -209,9 +209,9 @@ impl ParameterMap {
         self.take_layer(name, bias, false)
     }
 
-    /// Takes the layer of `{name}.weight (in, out)` and `{name}.bias`.
-    pub(crate) fn take_conv1d(&mut self, name: &str) -> Result<Linear> {
-        self.take_layer(name, true, true)
+    /// Takes the layer of `{name}.weight (in, out)` and `{name}.bias`, if it has one.
+    pub(crate) fn take_conv1d(&mut self, name: &str, bias: bool) -> Result<Linear> {
+        self.take_layer(name, bias, true)
     }
 
     fn take_layer(&mut self, name: &str, bias: bool, transposed: bool) -> Result<Linear> {

@@ -57,12 +57,13 @@ impl JointLinear {
         Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 
-    /// Takes layers with biases, whose weights a file has as `(I, O)`.
+    /// Takes layers whose weights a file has as `(I, O)`.
     pub(crate) fn take_conv1d(
         parameters: &mut ParameterMap,
         names: &[String],
+        bias: bool,
     ) -> Result<JointLinear> {
-        let layers = names.iter().map(|name| parameters.take_conv1d(name));
+        let layers = names.iter().map(|name| parameters.take_conv1d(name, bias));
         Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 

@@ -121,9 +121,9 @@ fn tiny(model_type: &str) -> serde_json::Value {
             text["model_type"] = own.into();
             json!({"model_type": model_type, "text_config": text, "vision_config": {}})
         }
-        "qwen3_vl" => {
+        "qwen3_vl" | "qwen3_vl_moe" => {
             let mut text = sizes;
-            text["model_type"] = "qwen3_vl_text".into();
+            text["model_type"] = format!("{model_type}_text").into();
             text["rope_parameters"] = json!({"rope_type": "default", "mrope_section": [4, 2, 2]});
             let tower = json!({
                 "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "patch_size": 4,
@@ -394,7 +394,7 @@ fn decoder(
     // A router may choose another expert, which changes a token by much.
     let bound = match model_type {
         "mixtral" | "qwen2_moe" | "qwen3_moe" | "gpt_oss" | "qwen3_next" => 0.25,
-        "qwen3_5_moe" | "qwen3_5_moe_text" => 0.25,
+        "qwen3_5_moe" | "qwen3_5_moe_text" | "qwen3_vl_moe" => 0.25,
         _ => 0.1,
     };
     let outcomes = [
@@ -440,12 +440,16 @@ fn encoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
     ];
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.gguf");
-    std::fs::write(&path, gguf(model_type, &[])).unwrap();
+    let architecture = match model_type {
+        "modernbert" => "modern-bert",
+        other => other,
+    };
+    std::fs::write(&path, gguf(architecture, &[])).unwrap();
     // The file has no tensors.
     let error = EncoderModel::from_gguf(path, &LoadOptions::default()).unwrap_err();
     let gguf = match error.to_string().contains("general.architecture") {
         true => "no".to_owned(),
-        false => format!("`{model_type}`"),
+        false => format!("`{architecture}`"),
     };
     Some(cells(outcomes, gguf))
 }

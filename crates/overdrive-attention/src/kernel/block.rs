@@ -2,7 +2,7 @@
 
 use overdrive_kernels::{Accumulate, Real};
 
-use super::codes::{Stored, dequantize_rows};
+use super::eight_bit::{Stored, dequantize_rows};
 use super::inputs::{AttentionInputs, Sequence, View, position, visible};
 use super::matmul::Rows;
 use super::{dropout, scores};

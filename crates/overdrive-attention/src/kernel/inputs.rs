@@ -4,8 +4,8 @@ use overdrive_kernels::tensors::{Fresh, Strided};
 use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
 use overdrive_sys::raw::{self, BoolByte};
 
-use super::codes::Stored;
 use super::dropout::Dropout;
+use super::eight_bit::Stored;
 use crate::Result;
 
 /// Rows in a slice: row `r` of head `h` in batch `b` begins at

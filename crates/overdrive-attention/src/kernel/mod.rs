@@ -17,8 +17,8 @@
 mod backward;
 mod bias_gradient;
 mod block;
-mod codes;
 mod dropout;
+mod eight_bit;
 mod forward;
 mod inputs;
 mod matmul;
@@ -27,8 +27,8 @@ mod scores;
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward, backward_workspace};
 pub(crate) use bias_gradient::{bias_gradient, bias_gradient_workspace};
-pub(crate) use codes::{Codes, Stored};
 pub(crate) use dropout::Dropout;
+pub(crate) use eight_bit::{Codes, Stored};
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
 pub(crate) use inputs::{
     AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes, View, ViewMut,

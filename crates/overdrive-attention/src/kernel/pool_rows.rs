@@ -4,7 +4,7 @@ use overdrive_kernels::InstructionSet;
 use overdrive_sys::raw;
 use tch::{Kind, Tensor};
 
-use super::codes::{quantize_fp8, quantize_int8};
+use super::eight_bit::{quantize_fp8, quantize_int8};
 use super::inputs::View;
 use crate::Result;
 

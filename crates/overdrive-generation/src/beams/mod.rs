@@ -14,8 +14,8 @@ use crate::{
     GenerationConfig, GenerationModel, Result, TokenMask,
 };
 
-mod scorer;
 mod search;
+mod token_scores;
 
 use search::{BeamSearch, FinishedBeam};
 

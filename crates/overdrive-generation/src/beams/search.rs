@@ -1,6 +1,6 @@
 use overdrive_core::random::Generator;
 
-use super::scorer::{Continuation, Scorer};
+use super::token_scores::{Continuation, Scorer};
 use crate::finish_reason::end_after;
 use crate::rows::{MaskedConstraint, advance, allowed, fork};
 use crate::{EarlyStopping, Error, FinishReason, GenerationConfig, Result};

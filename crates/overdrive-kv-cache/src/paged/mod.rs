@@ -11,6 +11,7 @@ mod block_tables;
 mod cache;
 mod config;
 mod decode_inputs;
+mod dtype;
 mod pool;
 mod prefix_index;
 
@@ -18,5 +19,6 @@ pub use batch::PagedBatch;
 use batch::PagedStep;
 pub use block_tables::{PagedStatistics, SequenceId};
 pub use cache::PagedCache;
-pub use config::{KvCacheDtype, PagedCacheConfig};
+pub use config::PagedCacheConfig;
 pub use decode_inputs::{PagedDecodeInputs, PagedDecodeStep};
+pub use dtype::KvCacheDtype;

@@ -4,7 +4,7 @@ use overdrive_attention::{PagedBlocks, PagedSlots, paged_write_pair, paged_write
 use tch::{Kind, Tensor};
 
 use super::block_pool::BlockId;
-use super::config::{KvCacheDtype, PagedCacheConfig};
+use super::config::PagedCacheConfig;
 use crate::Result;
 
 /// The keys and values of a layer.
@@ -106,16 +106,5 @@ impl Blocks {
         let rows = self.view().dense(table, kind)?;
         let rows = rows.f_transpose(0, 1)?.f_flatten(1, 2)?;
         Ok(rows.f_narrow(1, 0, len)?.f_unsqueeze(0)?)
-    }
-}
-
-impl KvCacheDtype {
-    /// Returns the dtype of the codes; `None` if elements are stored.
-    pub(super) fn codes(self) -> Option<Kind> {
-        match self {
-            KvCacheDtype::Auto => None,
-            KvCacheDtype::Int8 => Some(Kind::Int8),
-            KvCacheDtype::Fp8 => Some(Kind::Float8e4m3fn),
-        }
     }
 }

@@ -42,10 +42,13 @@ impl Source {
         {
             return Err(bad(dir, "it is already quantized; use the original folder"));
         }
-        if config.get("model_type").and_then(Value::as_str) == Some("gpt_oss") {
-            let reason = "a gpt_oss has one tensor for all experts of a layer, which is not quantized tensor by \
-                tensor; load the model with the option `quantization`, and save it";
-            return Err(bad(dir, reason));
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        if let Some(name @ ("gpt_oss" | "qwen3_vl_moe")) = model_type {
+            let reason = format!(
+                "a {name} has one tensor for all experts of a layer, which is not quantized tensor by tensor; load the \
+                 model with the option `quantization`, and save it"
+            );
+            return Err(bad(dir, &reason));
         }
         let mut files = Vec::new();
         let mut names = BTreeMap::new();

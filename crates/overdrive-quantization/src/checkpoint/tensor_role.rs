@@ -29,7 +29,8 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
         return Role::Other;
     }
     // As in other tools, the text model is quantized and the vision tower is not.
-    if module.contains("vision_tower.") || module.contains("multi_modal_projector.") {
+    let towers = ["vision_tower.", "multi_modal_projector.", "visual."];
+    if towers.iter().any(|tower| module.contains(tower)) {
         return Role::Other;
     }
     match module.rsplit('.').next().unwrap_or(module) {

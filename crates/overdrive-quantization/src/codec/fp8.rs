@@ -1,9 +1,21 @@
-//! 8-bit floats with one scale for each row: `w = code · scale`, with codes in e4m3.
+//! 8-bit floats with one scale for each row or group of a row: `w = code · scale`, with codes in e4m3.
 
 use super::not_finite::NotFinite;
 use super::row_scale;
 pub(crate) use overdrive_kernels::e4m3::{MAX, NAN, decode, encode};
 use overdrive_kernels::{InstructionSet, vectorized};
+use tch::Tensor;
+
+/// The number of outputs and of inputs of a block with a scale of its own.
+pub(crate) const BLOCK: usize = 128;
+
+/// Returns the number of inputs that share a scale: `scales` are `(O,)`, or `(O, ⌈I/BLOCK⌉)` for blocks.
+pub(crate) fn group(scales: &Tensor, inputs: usize) -> usize {
+    match scales.dim() {
+        2 => BLOCK,
+        _ => inputs,
+    }
+}
 
 /// Quantizes a row; returns its scale. Numbers beyond `limit`, if given, saturate.
 pub(crate) fn quantize_row(
@@ -25,7 +37,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Dequantizes a row.
+    /// Dequantizes codes with one scale.
     fn decode_row<S: Simd>(_s: S, codes: &[u8], scale: f32, row: &mut [f32]) {
         for (x, code) in row.iter_mut().zip(codes) {
             *x = decode(*code) * scale;
@@ -33,9 +45,12 @@ vectorized! {
     }
 }
 
-/// Dequantizes a row.
-pub(crate) fn dequantize_row(codes: &[u8], scale: f32, row: &mut [f32]) {
-    decode_row(InstructionSet::best(), codes, scale, row);
+/// Dequantizes a row with one scale for each `group` of it.
+pub(crate) fn dequantize_row(codes: &[u8], group: usize, scales: &[f32], row: &mut [f32]) {
+    let groups = codes.chunks(group).zip(row.chunks_mut(group));
+    for ((codes, row), scale) in groups.zip(scales) {
+        decode_row(InstructionSet::best(), codes, *scale, row);
+    }
 }
 
 #[cfg(test)]
@@ -54,7 +69,7 @@ mod tests {
             let mut codes = vec![0; row.len()];
             let scale = quantize_row(&row, None, &mut codes).expect("finite");
             let mut back = vec![0.0; row.len()];
-            dequantize_row(&codes, scale, &mut back);
+            dequantize_row(&codes, row.len(), &[scale], &mut back);
             for (x, y) in row.iter().zip(&back) {
                 // Half of an eighth of the number, or half of the least step.
                 let bound = (x.abs() / 16.0).max(scale / 1024.0) * 1.000_01;

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::code_book::Book;
-use crate::codec::dynamic;
+use crate::codec::{dynamic, fp8};
 use crate::tiles::{self, Tiled};
 use crate::weight::{Magnitudes, Storage};
 use crate::{QuantizedWeight, Result, gpu};
@@ -295,7 +295,14 @@ fn of_float8(rows: &Storage, target: &Tensor) -> Result<()> {
             kind => kind,
         };
         let numbers = codes.f_view_dtype(Kind::Float8e4m3fn)?.f_to_kind(kind)?;
-        let _ = numbers.f_mul_out(target, &scales.f_unsqueeze(1)?)?;
+        let scales = match scales.dim() {
+            // One scale for each group of a row.
+            2 => scales
+                .f_repeat_interleave_self_int(fp8::BLOCK as i64, 1, None)?
+                .f_narrow(1, 0, codes.size()[1])?,
+            _ => scales.f_unsqueeze(1)?,
+        };
+        let _ = numbers.f_mul_out(target, &scales)?;
     }
     Ok(())
 }

@@ -49,7 +49,7 @@ pub enum QuantizationConfig {
     Awq(AwqConfig),
     /// Experts in MXFP4, as gpt-oss is published.
     Mxfp4(Mxfp4Config),
-    /// 8-bit floats with one scale for each weight, as Ministral 3 is published.
+    /// 8-bit floats with one scale for each weight, as Ministral 3 is published, or for each block, as DeepSeek-V3 is.
     Fp8(Fp8Config),
 }
 
@@ -65,9 +65,12 @@ const METHODS: [&str; 6] = [
 
 impl QuantizationConfig {
     /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
-    /// scheme: bitsandbytes for NF4, FP4 and LLM.int8, compressed-tensors for the others. `not_quantized` lists
-    /// the linear layers that stay dense, such as `lm_head`.
+    /// scheme: bitsandbytes for NF4, FP4 and LLM.int8, the layout of DeepSeek-V3 for FP8 by blocks, compressed-tensors
+    /// for the others. `not_quantized` lists the linear layers that stay dense, such as `lm_head`.
     pub fn for_scheme(scheme: Scheme, not_quantized: Vec<String>) -> QuantizationConfig {
+        if let Some(config) = Fp8Config::of(scheme, not_quantized.clone()) {
+            return QuantizationConfig::Fp8(config);
+        }
         match CompressedTensorsConfig::of(scheme, not_quantized.clone()) {
             Some(config) => QuantizationConfig::CompressedTensors(config),
             None => QuantizationConfig::BitsAndBytes(
@@ -177,7 +180,7 @@ impl QuantizationConfig {
                 Some(grouped(config.bits, config.group_size, !config.zero_point))
             }
             QuantizationConfig::Mxfp4(_) => Some(Scheme::Mxfp4),
-            QuantizationConfig::Fp8(_) => Some(Scheme::Fp8),
+            QuantizationConfig::Fp8(config) => Some(config.scheme()),
         })
     }
 
@@ -200,16 +203,12 @@ impl QuantizationConfig {
                 let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
                 is_head() || any(skip, module, |entry, module| Ok(module.contains(entry)))?
             }
-            QuantizationConfig::Mxfp4(Mxfp4Config {
-                modules_to_not_convert,
-                ..
-            })
-            | QuantizationConfig::Fp8(Fp8Config {
-                modules_to_not_convert,
-                ..
-            }) => {
-                let skip = modules_to_not_convert.as_deref().unwrap_or_default();
+            QuantizationConfig::Mxfp4(config) => {
+                let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
                 is_head() || any(skip, module, skips_module)?
+            }
+            QuantizationConfig::Fp8(config) => {
+                is_head() || any(config.not_quantized(), module, skips_module)?
             }
         };
         Ok(!skipped)
@@ -251,7 +250,7 @@ impl QuantizationConfig {
             QuantizationConfig::Gptq(config) => config.read(module),
             QuantizationConfig::Awq(config) => config.read(module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::read(module),
-            QuantizationConfig::Fp8(_) => Fp8Config::read(module),
+            QuantizationConfig::Fp8(config) => config.read(module),
         }
     }
 
@@ -259,8 +258,9 @@ impl QuantizationConfig {
     /// layout has the same codes.
     ///
     /// # Errors
-    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ, AWQ and FP8, which cannot be
-    /// written; [`Error::BadWeight`] for zero points that are not integers (some weights from GGUF files).
+    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ, AWQ and FP8 with one scale for each
+    /// weight, which cannot be written; [`Error::BadWeight`] for zero points that are not integers (some weights from
+    /// GGUF files).
     pub fn write_weight(
         &self,
         weight: &QuantizedWeight,
@@ -277,8 +277,9 @@ impl QuantizationConfig {
             }
             QuantizationConfig::CompressedTensors(config) => config.write(weight, module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::write(weight, module),
+            QuantizationConfig::Fp8(config) => config.write(weight, module),
             _ => {
-                let expected = "bitsandbytes, compressed-tensors or mxfp4 for writing";
+                let expected = "bitsandbytes, compressed-tensors, mxfp4 or fp8 for writing";
                 let option = "quantization_config.quant_method";
                 Err(Error::option(option, self.method(), expected))
             }
@@ -314,7 +315,28 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(config) => {
                 QuantizationConfig::CompressedTensors(config.without_static_scales())
             }
+            QuantizationConfig::Fp8(config) => {
+                QuantizationConfig::Fp8(config.without_static_scales())
+            }
             other => other,
+        }
+    }
+
+    /// Returns the configuration for the same modules under other names, such as those of the text model in the folder of
+    /// a multimodal model: `names` has the name of each module in the lists of this configuration, and its new name.
+    ///
+    /// An entry of compressed-tensors' `targets` and `ignore` that matches the same modules by both names stays as it is;
+    /// another one is replaced by the new names of the modules that it matches. The lists of other layouts stay as they
+    /// are: a file says itself which of its weights are quantized.
+    ///
+    /// # Errors
+    /// [`Error::Common`] for patterns that are not regular expressions.
+    pub fn renamed(self, names: &[(String, String)]) -> Result<QuantizationConfig> {
+        match self {
+            QuantizationConfig::CompressedTensors(config) => Ok(
+                QuantizationConfig::CompressedTensors(config.renamed(names)?),
+            ),
+            other => Ok(other),
         }
     }
 

@@ -4,13 +4,36 @@ use fancy_regex::Regex;
 
 use crate::{Error, Result};
 
-/// Returns `true` if an entry of compressed-tensors' `targets` or `ignore` matches a module: the entry is its
-/// full name, or after `re:` a regular expression for the beginning of the name.
-pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
-    match entry.strip_prefix("re:") {
-        None => Ok(entry == module),
-        Some(pattern) => matches(&format!("^(?:{pattern})"), pattern, module),
+/// An entry of compressed-tensors' `targets` or `ignore`: the full name of a module, or after `re:` a regular expression
+/// for the beginning of a name.
+pub(super) enum NamePattern<'a> {
+    Name(&'a str),
+    Beginning { regex: Regex, entry: &'a str },
+}
+
+impl<'a> NamePattern<'a> {
+    pub(super) fn new(entry: &'a str) -> Result<NamePattern<'a>> {
+        Ok(match entry.strip_prefix("re:") {
+            None => NamePattern::Name(entry),
+            Some(pattern) => NamePattern::Beginning {
+                regex: parsed(&format!("^(?:{pattern})"), pattern)?,
+                entry: pattern,
+            },
+        })
     }
+
+    /// Returns `true` if the entry matches a module.
+    pub(super) fn matches(&self, module: &str) -> Result<bool> {
+        match self {
+            NamePattern::Name(name) => Ok(*name == module),
+            NamePattern::Beginning { regex, entry } => is_match(regex, entry, module),
+        }
+    }
+}
+
+/// Returns `true` if an entry of compressed-tensors' `targets` or `ignore` matches a module.
+pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
+    NamePattern::new(entry)?.matches(module)
 }
 
 /// Returns `true` if an entry of transformers' lists of modules to skip matches a module: as a regular
@@ -20,20 +43,22 @@ pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
         return Ok(true);
     }
     // Look-behind and look-ahead as in transformers, which is why the crate needs `fancy_regex`.
-    matches(&format!(r"^(?:{entry})(?:(?<=\.)|(?=\.|$))"), entry, module)
+    let regex = parsed(&format!(r"^(?:{entry})(?:(?<=\.)|(?=\.|$))"), entry)?;
+    is_match(&regex, entry, module)
 }
 
-fn matches(pattern: &str, entry: &str, module: &str) -> Result<bool> {
-    let bad = |error: fancy_regex::Error| {
-        let expected = format!("a regular expression: {error}");
-        Error::option(
-            "quantization_config's pattern",
-            format!("`{entry}`"),
-            expected,
-        )
-    };
-    let regex = Regex::new(pattern).map_err(bad)?;
-    regex.is_match(module).map_err(bad)
+fn parsed(pattern: &str, entry: &str) -> Result<Regex> {
+    Regex::new(pattern).map_err(|error| bad(entry, &error))
+}
+
+fn is_match(regex: &Regex, entry: &str, module: &str) -> Result<bool> {
+    regex.is_match(module).map_err(|error| bad(entry, &error))
+}
+
+fn bad(entry: &str, error: &fancy_regex::Error) -> Error {
+    let expected = format!("a regular expression: {error}");
+    let option = "quantization_config's pattern";
+    Error::option(option, format!("`{entry}`"), expected)
 }
 
 /// Returns `true` if `matches` holds for any entry.

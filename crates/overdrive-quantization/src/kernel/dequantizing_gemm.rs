@@ -35,7 +35,7 @@ impl Code for u8 {
     }
 }
 
-/// A weight with one scale for each output, and the activations.
+/// A weight with one scale for each group of the inputs of an output, and the activations.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DequantizingGemm<'a, C> {
     /// The activations, `(rows, width)`.
@@ -43,8 +43,10 @@ pub(crate) struct DequantizingGemm<'a, C> {
     pub(crate) width: usize,
     /// The weight, `(outputs, width)`.
     pub(crate) codes: &'a [C],
-    /// The scale of each output.
+    /// The scales, `(outputs, ⌈width/group⌉)`.
     pub(crate) scales: &'a [f32],
+    /// The number of columns that share a scale: `width` for one scale for each output.
+    pub(crate) group: usize,
     pub(crate) set: InstructionSet,
 }
 
@@ -62,9 +64,28 @@ thread_local! {
     static SUMS: Kept<Sums> = const { Kept::new() };
 }
 
+impl<C> DequantizingGemm<'_, C> {
+    /// Returns the ranges of columns that share a scale.
+    #[inline(always)]
+    fn groups(&self) -> impl Iterator<Item = Range<usize>> {
+        let (width, group) = (self.width, self.group.max(1));
+        let firsts = (0..width).step_by(group);
+        firsts.map(move |first| first..width.min(first + group))
+    }
+
+    /// Returns the scale of a group of an output, or 1 where the only scale is applied to the results.
+    #[inline(always)]
+    fn scale(&self, output: usize, group: usize) -> f32 {
+        match self.width.div_ceil(self.group.max(1)) {
+            0 | 1 => 1.0,
+            groups => self.scales[output * groups + group],
+        }
+    }
+}
+
 impl<C: Code> Gemm for DequantizingGemm<'_, C> {
     fn outputs(&self) -> usize {
-        self.scales.len()
+        self.codes.len() / self.width.max(1)
     }
 
     fn row_bytes(&self) -> usize {
@@ -82,10 +103,19 @@ impl<C: Code> Gemm for DequantizingGemm<'_, C> {
             outputs: outputs.clone(),
             sums,
         });
+        let by_output = self
+            .scales
+            .get(outputs.clone())
+            .filter(|_| self.group >= self.width);
         for (row, sums) in sums.chunks_exact_mut(count.max(1)).enumerate() {
-            // Scaled here and not in the tiles: a row at a time becomes vectors.
-            for (sum, scale) in sums.iter_mut().zip(&self.scales[outputs.clone()]) {
-                *sum = *sum * C::FACTOR * scale;
+            match by_output {
+                // Scaled here and not in the tiles: a row at a time becomes vectors.
+                Some(scales) => {
+                    for (sum, scale) in sums.iter_mut().zip(scales) {
+                        *sum = *sum * C::FACTOR * scale;
+                    }
+                }
+                None => sums.iter_mut().for_each(|sum| *sum *= C::FACTOR),
             }
             results.put(row, outputs.start, sums);
         }
@@ -109,7 +139,7 @@ impl<C: Code> Kernel for Tiles<'_, '_, C> {
         if self.gemm.x.len() == self.gemm.width {
             // One stream through the weight is faster than several short ones.
             for output in self.outputs.clone() {
-                let sum = dot(s, self.gemm.x, self.weight(output));
+                let sum = self.dot(s, output);
                 self.set(0, output, sum);
             }
             return;
@@ -131,6 +161,21 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
     #[inline(always)]
     fn set(&mut self, row: usize, output: usize, sum: f32) {
         self.sums[row * self.outputs.len() + output - self.outputs.start] = sum;
+    }
+
+    /// Returns the result of one output for the only row, in the order of [`Tiles::tile`]. The chains of additions of
+    /// several outputs overlap in the processor.
+    #[inline(always)]
+    fn dot<S: Simd>(&self, s: S, output: usize) -> f32 {
+        let (x, weight) = (self.gemm.x, self.weight(output));
+        assert_eq!(x.len(), weight.len(), "one row of each");
+        let zero = s.splat(0.0);
+        let mut sum = zero;
+        for (group, columns) in self.gemm.groups().enumerate() {
+            let [[part]] = products(s, &[weight], &[x], columns, false);
+            sum = s.mul_add(part, s.splat(self.gemm.scale(output, group)), sum);
+        }
+        s.reduce_add_each([sum, zero, zero, zero])[0]
     }
 
     /// Computes all outputs, `N` at a time, with all rows, `N` at a time.
@@ -176,34 +221,12 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
             *slot = &self.gemm.x[(row + n) * width..(row + n + 1) * width];
         }
         let mut sums = [[s.splat(0.0); N]; R];
-        let whole = width - width % LANES;
-        let mut column = 0;
-        while column < whole {
-            let mut x = [s.splat(0.0); N];
-            for (x, row) in x.iter_mut().zip(&rows) {
-                // SAFETY: `column + LANES <= width`, the length of every row.
-                *x = s.load_f32(unsafe { at(row, column) });
-            }
-            for (weight, sums) in weights.iter().zip(&mut sums) {
-                // Only the first rows find the weight outside of the caches; a line has 64 codes.
-                if row == 0 && column % 64 == 0 {
-                    // The same columns of the next tile: several short streams at once are more than the
-                    // hardware prefetcher follows.
-                    s.prefetch(weight.as_ptr().wrapping_add(R * width + column));
-                }
-                // SAFETY: as above.
-                let w = C::load(s, unsafe { at(weight, column) });
-                for (sum, x) in sums.iter_mut().zip(x) {
-                    *sum = s.mul_add(x, w, *sum);
-                }
-            }
-            column += LANES;
-        }
-        if whole < width {
-            for (weight, sums) in weights.iter().zip(&mut sums) {
-                let w = C::load(s, &padded(&weight[whole..]));
-                for (sum, x) in sums.iter_mut().zip(&rows) {
-                    *sum = s.mul_add(s.load_f32(&padded(&x[whole..])), w, *sum);
+        for (group, columns) in self.gemm.groups().enumerate() {
+            let part = products(s, &weights, &rows, columns, row == 0);
+            for (r, (sums, part)) in sums.iter_mut().zip(part).enumerate() {
+                let scale = s.splat(self.gemm.scale(output + r, group));
+                for (sum, part) in sums.iter_mut().zip(part) {
+                    *sum = s.mul_add(part, scale, *sum);
                 }
             }
         }
@@ -218,27 +241,54 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
     }
 }
 
-/// Returns the dot product of two rows, in the order of [`Tiles::tile`]. The chains of additions of several outputs
-/// overlap in the processor.
+/// Returns the sums of `x · w` over some columns of `R` rows of a weight and `N` rows of activations.
+///
+/// Inlined, so that the sums stay in registers.
 #[inline(always)]
-fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
-    let width = weight.len();
-    assert_eq!(x.len(), width, "one row of each");
-    let mut sum = s.splat(0.0);
-    let whole = width - width % LANES;
-    let mut column = 0;
+fn products<S: Simd, C: Code, const R: usize, const N: usize>(
+    s: S,
+    weights: &[&[C]; R],
+    rows: &[&[f32]; N],
+    columns: Range<usize>,
+    prefetch: bool,
+) -> [[S::F; N]; R] {
+    let is_inside = weights.iter().all(|weight| columns.end <= weight.len())
+        && rows.iter().all(|row| columns.end <= row.len());
+    assert!(is_inside, "the columns are those of every row");
+    let mut sums = [[s.splat(0.0); N]; R];
+    let whole = columns.end - columns.len() % LANES;
+    let mut column = columns.start;
     while column < whole {
-        // SAFETY: `column + LANES <= width`, the length of both.
-        let (x, w) = unsafe { (at(x, column), at(weight, column)) };
-        sum = s.mul_add(s.load_f32(x), C::load(s, w), sum);
+        let mut x = [s.splat(0.0); N];
+        for (x, row) in x.iter_mut().zip(rows) {
+            // SAFETY: `column + LANES <= columns.end`, at most the length of every row as asserted.
+            *x = s.load_f32(unsafe { at(row, column) });
+        }
+        for (weight, sums) in weights.iter().zip(&mut sums) {
+            // Only the first rows find the weight outside of the caches; a line has 64 codes.
+            if prefetch && column.is_multiple_of(64) {
+                // The same columns of the next tile: several short streams at once are more than the
+                // hardware prefetcher follows.
+                s.prefetch(weight.as_ptr().wrapping_add(R * weight.len() + column));
+            }
+            // SAFETY: as above.
+            let w = C::load(s, unsafe { at(weight, column) });
+            for (sum, x) in sums.iter_mut().zip(x) {
+                *sum = s.mul_add(x, w, *sum);
+            }
+        }
         column += LANES;
     }
-    if whole < width {
-        let (x, w) = (padded(&x[whole..]), padded(&weight[whole..]));
-        sum = s.mul_add(s.load_f32(&x), C::load(s, &w), sum);
+    if whole < columns.end {
+        for (weight, sums) in weights.iter().zip(&mut sums) {
+            let w = C::load(s, &padded(&weight[whole..columns.end]));
+            for (sum, x) in sums.iter_mut().zip(rows) {
+                let x = padded(&x[whole..columns.end]);
+                *sum = s.mul_add(s.load_f32(&x), w, *sum);
+            }
+        }
     }
-    let zero = s.splat(0.0);
-    s.reduce_add_each([sum, zero, zero, zero])[0]
+    sums
 }
 
 /// Returns the rest of a row, at most a vector, padded with zeros.

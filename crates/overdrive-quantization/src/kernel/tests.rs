@@ -135,6 +135,7 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
                 width,
                 codes: &signed,
                 scales: &scales,
+                group: width,
                 set,
             };
             joint_gemm::<f32>(
@@ -157,6 +158,7 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
                 width,
                 codes,
                 scales: &scales,
+                group: width,
                 set,
             };
             joint_gemm::<f32>(
@@ -178,6 +180,50 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
 }
 
 #[test]
+fn the_dequantizing_gemm_applies_the_scale_of_each_group() {
+    let group = 32;
+    for (rows, width, outputs) in [(1, 32, 3), (1, 77, 9), (3, 96, 5), (6, 130, 34)] {
+        let x: Vec<f32> = (0..rows * width)
+            .map(|i| ((i * 29) % 97) as f32 / 48.0 - 1.0)
+            .collect();
+        let groups = usize::div_ceil(width, group);
+        let scales: Vec<f32> = (0..outputs * groups)
+            .map(|i| 0.5 + (i % 7) as f32 / 7.0)
+            .collect();
+        let codes: Vec<i8> = (0..outputs * width)
+            .map(|i| ((i * 31) % 256) as u8 as i8)
+            .collect();
+        // With the scales in the numbers of the reference.
+        let scale_of = |at: usize| scales[at / width * groups + at % width / group];
+        let numbers: Vec<f64> = codes
+            .iter()
+            .enumerate()
+            .map(|(at, code)| f64::from(*code) * f64::from(scale_of(at)))
+            .collect();
+        let expected = reference(&x, width, &numbers, &vec![1.0; outputs]);
+        for set in InstructionSet::available() {
+            let gemm = DequantizingGemm::<i8> {
+                x: &x,
+                width,
+                codes: &codes,
+                scales: &scales,
+                group,
+                set,
+            };
+            let mut y = vec![0.0_f32; rows * outputs];
+            joint_gemm::<f32>(
+                &[JointGemm::new(0, Box::new(gemm), None)],
+                rows,
+                outputs,
+                &mut y,
+            );
+            let what = format!("{} {rows} rows {outputs} x {width}", set.name());
+            close(&y, &expected, width, 256.0, &what);
+        }
+    }
+}
+
+#[test]
 fn every_number_of_eight_bits_is_read_exactly() {
     let codes: Vec<u8> = (0..=255).filter(|code| code & 0x7f != fp8::NAN).collect();
     // Each alone: x is one, and the number of inputs is one.
@@ -189,6 +235,7 @@ fn every_number_of_eight_bits_is_read_exactly() {
             width: 1,
             codes: &codes,
             scales: &scales,
+            group: 1,
             set,
         };
         joint_gemm::<f32>(

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::blocks;
 use super::plan::{Plan, plan};
+use crate::codec::fp8;
 use crate::kernel::dequantizing_gemm::DequantizingGemm;
 use crate::kernel::four_bit::{CodedGemm, CodedWeight, QuantizedInputs, coded_weight};
 use crate::kernel::input_rows::InputRows;
@@ -228,6 +229,7 @@ fn gemm<'a, T: Element>(
             width: rows.width,
             codes: elements::<i8>(codes)?,
             scales: elements::<f32>(scales)?,
+            group: rows.width,
             set,
         }),
         (Storage::Fp8 { codes, scales }, _) if few => Box::new(DequantizingGemm {
@@ -235,6 +237,7 @@ fn gemm<'a, T: Element>(
             width: rows.width,
             codes: elements::<u8>(codes)?,
             scales: elements::<f32>(scales)?,
+            group: fp8::group(scales, rows.width),
             set,
         }),
         _ => return Ok(None),

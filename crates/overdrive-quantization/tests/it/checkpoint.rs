@@ -511,6 +511,36 @@ fn a_migration_that_finds_nothing_to_change_is_refused() {
 }
 
 #[test]
+fn towers_of_images_stay_dense_and_experts_in_one_tensor_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let [dense, out] = ["dense", "out"].map(|name| folder.path().join(name));
+    let mut tensors = llama(false);
+    for tower in [
+        "model.visual.blocks.0.attn.qkv",
+        "vision_tower.layers.0.fc1",
+    ] {
+        tensors.push((format!("{tower}.weight"), random(&[96, WIDTH])));
+    }
+    save(&dense, &tensors, &config(false));
+    let quantize = || quantize_checkpoint(&dense, &out, Scheme::Fp8, &CheckpointOptions::default());
+    quantize().unwrap();
+    let file = MappedFile::open(out.join("model.safetensors")).unwrap();
+    for (name, _) in &tensors[tensors.len() - 2..] {
+        assert_eq!(
+            file.tensor(name).unwrap().kind(),
+            Some(Kind::Float),
+            "{name}"
+        );
+    }
+    for name in ["gpt_oss", "qwen3_vl_moe"] {
+        save(&dense, &tensors, &json!({"model_type": name}));
+        let error = quantize().unwrap_err().to_string();
+        let expected = format!("a {name} has one tensor for all experts of a layer");
+        assert!(error.contains(&expected), "{error}");
+    }
+}
+
+#[test]
 fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");

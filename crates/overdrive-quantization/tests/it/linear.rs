@@ -203,7 +203,7 @@ fn an_explicit_choice_of_activations_is_kept() {
     let found = quantize("fp8")
         .with_activations(Activations::Int8)
         .unwrap_err();
-    assert!(found.to_string().contains("8-bit floats"), "{found}");
+    assert!(found.to_string().contains("scheme fp8"), "{found}");
 }
 
 /// Returns the norm of the difference over the norm of `b`.

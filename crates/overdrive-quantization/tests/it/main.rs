@@ -5,6 +5,7 @@ mod calibration;
 mod checkpoint;
 mod cuda;
 mod formats;
+mod fp8_blocks;
 mod gguf;
 mod linear;
 mod weights;

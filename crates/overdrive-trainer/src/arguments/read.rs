@@ -1,9 +1,15 @@
 //! Reading of arguments from keys and values: an error names the key, its value and what is expected there.
+//!
+//! Derived code of serde reports a mistake through the methods of [`de::Error`], which get the name or the type as a
+//! value. So the reader has an error type of its own, which keeps them; serde_path_to_error adds the key.
+
+use std::fmt;
 
 use serde::Serialize;
-use serde::de::DeserializeOwned;
+use serde::de::{self, DeserializeOwned, Expected, Unexpected};
 use serde_json::{Map, Value};
 use serde_path_to_error::Segment;
+use serde_value::ValueDeserializer;
 
 use super::choices::GradientCheckpointingArguments;
 use super::key::Program;
@@ -46,7 +52,12 @@ pub(crate) fn read_arguments<T: DeserializeOwned + Serialize + Default>(
             return Err(wrong_type(origin, key.clone(), &values[key], SECTION));
         }
     }
-    serde_path_to_error::deserialize(values).map_err(|error| {
+    let read = serde_value::to_value(values).map_err(|error| Error::Unwritable {
+        format: "values",
+        message: error.to_string(),
+    })?;
+    let read = ValueDeserializer::<Mistake>::new(read);
+    serde_path_to_error::deserialize(read).map_err(|error| {
         let given = error
             .path()
             .iter()
@@ -55,52 +66,88 @@ pub(crate) fn read_arguments<T: DeserializeOwned + Serialize + Default>(
                 Segment::Map { key } | Segment::Enum { variant: key } => &value[key],
                 Segment::Unknown => value,
             });
-        let (key, message) = (error.path().to_string(), error.inner().to_string());
-        explain(origin, key, given, &message, program)
+        let key = error.path().to_string();
+        error.into_inner().at(origin, key, given, program)
     })
 }
 
-/// Converts a message of serde about `given`, the value of `key`.
-fn explain(origin: &str, key: String, given: &Value, message: &str, program: Program) -> Error {
-    let names = |kind: &str| {
-        let (name, known) = message.strip_prefix(kind)?.rsplit_once("`, expected ")?;
-        Some((
-            name,
-            known.split('`').skip(1).step_by(2).collect::<Vec<_>>(),
-        ))
-    };
-    if let Some((name, siblings)) = names("unknown field `") {
-        let section = key.strip_suffix(name).unwrap_or_default();
-        let section = section.trim_end_matches('.');
-        return Error::UnknownKey {
-            origin: origin.to_owned(),
-            hint: nearest_key(section, name, &siblings, program),
-            key,
-        };
+/// A key or a value that the arguments do not have.
+#[derive(Debug)]
+enum Mistake {
+    Key(String, &'static [&'static str]),
+    Choice(String, &'static [&'static str]),
+    Type(String),
+}
+
+impl de::Error for Mistake {
+    fn custom<T: fmt::Display>(expected: T) -> Self {
+        Self::Type(expected.to_string())
     }
-    if let Some((name, choices)) = names("unknown variant `") {
-        return Error::UnknownChoice {
-            origin: origin.to_owned(),
-            key,
-            given: name.to_owned(),
-            hint: nearest(name, choices.iter().copied())
-                .map_or_else(String::new, |name| format!("; did you mean `{name}`?")),
-            choices: choices.into_iter().map(str::to_owned).collect(),
-        };
+
+    fn invalid_type(_: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        Self::custom(expected)
     }
-    let expected = message.rsplit_once(", expected ");
-    let expected = match expected.map_or(message, |(_, expected)| expected) {
-        "a boolean" => "true or false",
-        "i64" => "an integer",
-        "u8" | "u32" | "u64" | "usize" => "a non-negative integer",
-        "f64" => "a number",
-        "path string" => "a string",
-        "a sequence" => "a list",
-        "string or map" => "a name",
-        text if text.starts_with("struct ") => SECTION,
-        other => other,
-    };
-    wrong_type(origin, key, given, expected)
+
+    fn invalid_value(_: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        Self::custom(expected)
+    }
+
+    fn unknown_field(name: &str, siblings: &'static [&'static str]) -> Self {
+        Self::Key(name.to_owned(), siblings)
+    }
+
+    fn unknown_variant(given: &str, choices: &'static [&'static str]) -> Self {
+        Self::Choice(given.to_owned(), choices)
+    }
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self:?}")
+    }
+}
+
+impl std::error::Error for Mistake {}
+
+impl Mistake {
+    /// Returns the error of the value `given` of `key`.
+    fn at(self, origin: &str, key: String, given: &Value, program: Program) -> Error {
+        let expected = match self {
+            Self::Key(name, siblings) => {
+                let section = key.strip_suffix(&name).unwrap_or_default();
+                let section = section.trim_end_matches('.');
+                return Error::UnknownKey {
+                    origin: origin.to_owned(),
+                    hint: nearest_key(section, &name, siblings, program),
+                    key,
+                };
+            }
+            Self::Choice(given, choices) => {
+                return Error::UnknownChoice {
+                    origin: origin.to_owned(),
+                    key,
+                    hint: nearest(&given, choices.iter().copied())
+                        .map_or_else(String::new, |name| format!("; did you mean `{name}`?")),
+                    given,
+                    choices: choices.iter().map(ToString::to_string).collect(),
+                };
+            }
+            Self::Type(expected) => expected,
+        };
+        // serde's words for a type are those of Rust.
+        let expected = match expected.as_str() {
+            "a boolean" => "true or false",
+            "i64" => "an integer",
+            "u8" | "u32" | "u64" | "usize" => "a non-negative integer",
+            "f64" => "a number",
+            "path string" => "a string",
+            "a sequence" => "a list",
+            "string or map" => "a name",
+            text if text.starts_with("struct ") => SECTION,
+            other => other,
+        };
+        wrong_type(origin, key, given, expected)
+    }
 }
 
 /// Returns the error of a value that is not of the `expected` type.

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::multimodal;
 use super::packed_experts;
-use super::quantized::Views;
+use super::quantized::{LAYOUT_KEY, Views};
 use crate::moe::is_correction;
 use crate::parameters::ParameterSpec;
 use crate::{CausalLm, LlamaConfig, LlamaFamily, ModelConfig, Result};
@@ -21,6 +21,12 @@ pub(crate) trait CheckpointConfig {
 
     /// Returns the keys of `config.json` that this crate does not know.
     fn extra(&self) -> &Map<String, Value>;
+
+    /// Replaces the object `quantization_config`, whose lists have the names of another model in the folder of a larger
+    /// one. Only a `ModelConfig` is read from such a folder.
+    fn set_quantization(&mut self, layout: Value) {
+        let _ = layout;
+    }
 
     /// Returns the object of `config.json`.
     fn to_json(&self) -> Map<String, Value>;
@@ -87,6 +93,12 @@ impl CheckpointConfig for ModelConfig {
 
     fn extra(&self) -> &Map<String, Value> {
         ModelConfig::extra(self)
+    }
+
+    fn set_quantization(&mut self, layout: Value) {
+        if let ModelConfig::Llama(config) = self {
+            config.extra.insert(LAYOUT_KEY.to_owned(), layout);
+        }
     }
 
     fn to_json(&self) -> Map<String, Value> {

@@ -1,5 +1,7 @@
 //! The tensors of the text model in the folder of a multimodal model.
 
+use std::collections::BTreeSet;
+
 use super::quantized::Views;
 use crate::LlamaFamily;
 
@@ -34,6 +36,31 @@ pub(super) fn text<'a>(views: Views<'a>, family: LlamaFamily) -> Views<'a> {
         );
     }
     kept
+}
+
+/// Returns the names of all modules in the lists of a configuration, each with the name in this model: none unless a file is
+/// of a multimodal model. Lists have the names of transformers' modules, or of the tensors in a file, which may be older.
+pub(super) fn names_of(views: &Views<'_>) -> Vec<(String, String)> {
+    let mut names = BTreeSet::new();
+    let mut is_multimodal = false;
+    for (own, view) in views {
+        let module = |name: &str| Some(name.rsplit_once('.')?.0.to_owned());
+        let (Some(own), Some(stored)) = (module(own), module(view.name())) else {
+            continue;
+        };
+        let part = stored.strip_prefix("model.").unwrap_or(&stored);
+        // Qwen3-VL has these names itself.
+        let is_renamed = stored != own && part.starts_with("language_model.");
+        if let (true, Some(text)) = (is_renamed, own.strip_prefix("model.")) {
+            names.insert((format!("model.language_model.{text}"), own.clone()));
+            is_multimodal = true;
+        }
+        names.insert((stored, own));
+    }
+    match is_multimodal {
+        true => names.into_iter().collect(),
+        false => Vec::new(),
+    }
 }
 
 /// Returns the name in a text-only model, or `None` for a tensor outside the text model.

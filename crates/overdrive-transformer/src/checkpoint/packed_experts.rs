@@ -1,5 +1,5 @@
-//! The experts of gpt-oss, Gemma 4 and some files of Qwen3.5: a file has one tensor for all experts of a layer, this crate one
-//! for each.
+//! The experts of gpt-oss, Gemma 4, Qwen3-VL and some files of Qwen3.5: a file has one tensor for all experts of a layer,
+//! this crate one for each.
 
 use std::collections::HashMap;
 

@@ -8,6 +8,7 @@ use serde_json::Value;
 use tch::{Device, Tensor};
 
 use super::contents::{CheckpointConfig, Contents};
+use super::multimodal::names_of;
 use super::packed_experts::is_packed_expert;
 use super::problems::{CheckpointProblems, Misshapen};
 use crate::parameters::{ParameterRole, ParameterSpec, handles};
@@ -15,6 +16,9 @@ use crate::{Error, Result};
 
 /// The tensors of the files by name.
 pub(crate) type Views<'a> = HashMap<String, StoredTensor<'a>>;
+
+/// The key of the layout of quantized weights in `config.json`.
+pub(super) const LAYOUT_KEY: &str = "quantization_config";
 
 struct Source<'v, 'a>(&'v Views<'a>);
 
@@ -29,10 +33,27 @@ impl TensorSource for Source<'_, '_> {
 /// # Errors
 /// [`Error::Quantization`] for an unknown method or keys that do not fit.
 pub(crate) fn layout(config: &dyn CheckpointConfig) -> Result<Option<QuantizationConfig>> {
-    match config.extra().get("quantization_config") {
+    match config.extra().get(LAYOUT_KEY) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => Ok(Some(QuantizationConfig::from_json(value)?)),
     }
+}
+
+/// Returns the [`layout`] after its lists got the names of this model, if those in the folder are of a multimodal model.
+pub(super) fn layout_of_folder(
+    config: &mut dyn CheckpointConfig,
+    views: &Views<'_>,
+) -> Result<Option<QuantizationConfig>> {
+    let Some(layout) = layout(config)? else {
+        return Ok(None);
+    };
+    let names = names_of(views);
+    if names.is_empty() {
+        return Ok(Some(layout));
+    }
+    let layout = layout.renamed(&names)?;
+    config.set_quantization(layout.to_json()?);
+    Ok(Some(layout))
 }
 
 /// Returns `true` if `views` hold the weight of the layer `module` quantized.
@@ -240,5 +261,12 @@ fn layout_of(
     {
         kept.push(head.to_owned());
     }
-    Ok(Some(QuantizationConfig::for_scheme(*scheme, kept)))
+    let mut layout = QuantizationConfig::for_scheme(*scheme, kept);
+    // What a folder in FP8 says beside the lists of modules, as other programs read it.
+    let read = read.map(QuantizationConfig::without_static_scales);
+    if let (QuantizationConfig::Fp8(own), Some(QuantizationConfig::Fp8(read))) = (&mut layout, read)
+    {
+        own.other = read.other;
+    }
+    Ok(Some(layout))
 }

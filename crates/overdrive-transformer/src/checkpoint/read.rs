@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 use super::contents::CheckpointConfig;
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
-use super::quantized::{self, Views, layout};
+use super::quantized::{self, Views, layout, layout_of_folder};
 use super::shards::{WeightFile, weight_files};
 use super::unused_tensors::{UnusedTensors, is_buffer};
 use crate::config::check_layers_of_files;
@@ -98,7 +98,7 @@ pub(crate) fn read(
     let progress = Progress::new(options, total.sum());
     let mut specs = config.parameters();
     let mut problems = CheckpointProblems::default();
-    let quantized_weights = match layout(config)? {
+    let quantized_weights = match layout_of_folder(config, &views)? {
         None => HashMap::new(),
         // A second quantization would add its rounding to that of the first.
         Some(_) if options.quantization.is_some() => {

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::contents::Contents;
-use super::quantized::{self, Written};
+use super::quantized::{self, LAYOUT_KEY, Written};
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{Error, Result};
@@ -64,9 +64,9 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
     // transformers 4 reads `torch_dtype`; 5 accepts it as an older name of `dtype`.
     config.insert("torch_dtype".to_owned(), kind_name(contents.kind).into());
     // The model may have been dequantized, or quantized by another scheme, since it was read.
-    config.remove("quantization_config");
+    config.remove(LAYOUT_KEY);
     if let Some(layout) = layout {
-        config.insert("quantization_config".to_owned(), layout.to_json()?);
+        config.insert(LAYOUT_KEY.to_owned(), layout.to_json()?);
     }
     write_json(dir, "config.json", &Value::Object(config))
 }

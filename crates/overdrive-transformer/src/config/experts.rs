@@ -10,26 +10,27 @@ use crate::{Error, Result};
 const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
-/// `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig`, `GptOssConfig`, `DeepseekV2Config` and `DeepseekV3Config`;
+/// `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig`, `Qwen3VLMoeTextConfig`, `GptOssConfig`, `DeepseekV2Config` and
+/// `DeepseekV3Config`;
 /// [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each. A Gemma 4 with experts has `num_experts`,
 /// `num_experts_per_tok` (its key is `top_k_experts`) and `moe_intermediate_size`, which have no defaults.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
     /// The number of experts of a layer (`num_local_experts` of Mixtral and gpt-oss, `num_experts` of Qwen's mixtures,
-    /// `n_routed_experts` of DeepSeek; each key is read); default 8 (Qwen2-MoE: 60, Qwen3-MoE and gpt-oss: 128,
-    /// DeepSeek-V2: 64, DeepSeek-V3: 256).
+    /// `n_routed_experts` of DeepSeek; each key is read); default 8 (Qwen2-MoE and Qwen3-VL: 60, Qwen3-MoE and gpt-oss:
+    /// 128, DeepSeek-V2: 64, DeepSeek-V3: 256).
     pub num_experts: i64,
-    /// The number of experts that compute a token; default 2 (Qwen2-MoE and gpt-oss: 4, Qwen3-MoE and
+    /// The number of experts that compute a token; default 2 (Qwen2-MoE, Qwen3-VL and gpt-oss: 4, Qwen3-MoE and
     /// DeepSeek: 8).
     pub num_experts_per_tok: i64,
-    /// The inner width of an expert of Qwen's mixtures and of DeepSeek; default 768 (Qwen2-MoE: 1408, DeepSeek-V2: 1407,
-    /// DeepSeek-V3: 2048). The experts of Mixtral and gpt-oss have `intermediate_size`.
+    /// The inner width of an expert of Qwen's mixtures and of DeepSeek; default 768 (Qwen2-MoE and Qwen3-VL: 1408,
+    /// DeepSeek-V2: 1407, DeepSeek-V3: 2048). The experts of Mixtral and gpt-oss have `intermediate_size`.
     pub moe_intermediate_size: i64,
     /// The inner width of the expert that computes every token (Qwen2-MoE); default `None`, no such expert (Qwen2-MoE:
     /// 5632).
     pub shared_expert_intermediate_size: Option<i64>,
     /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen's mixtures, `true`
-    /// for DeepSeek-V3. Mixtral and gpt-oss always divide, DeepSeek-V2 never does.
+    /// for DeepSeek-V3. Mixtral, gpt-oss and Qwen3-VL always divide, DeepSeek-V2 never does.
     pub norm_topk_prob: bool,
     /// Layers whose number, counted from 1, is a multiple of this value have experts (Qwen's mixtures); default 1.
     pub decoder_sparse_step: i64,
@@ -86,6 +87,12 @@ impl ExpertsConfig {
                 num_experts: 128,
                 num_experts_per_tok: 8,
                 norm_topk_prob: false,
+                ..mixtral
+            }),
+            LlamaFamily::Qwen3VlMoe => Some(ExpertsConfig {
+                num_experts: 60,
+                num_experts_per_tok: 4,
+                moe_intermediate_size: 1408,
                 ..mixtral
             }),
             LlamaFamily::Qwen3Next | LlamaFamily::Qwen35Moe => {
@@ -200,7 +207,11 @@ impl ExpertsConfig {
         if family == LlamaFamily::Qwen35Moe {
             return Ok(());
         }
-        fields.boolean("norm_topk_prob", &mut self.norm_topk_prob)?;
+        // Qwen3-VL always divides, whatever the file says.
+        match family {
+            LlamaFamily::Qwen3VlMoe => drop(fields.take("norm_topk_prob")),
+            _ => fields.boolean("norm_topk_prob", &mut self.norm_topk_prob)?,
+        }
         fields.positive("decoder_sparse_step", &mut self.decoder_sparse_step)?;
         if let Some(value) = fields.take("mlp_only_layers") {
             let expected = "a list of indices of layers";

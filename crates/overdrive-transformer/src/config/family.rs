@@ -76,6 +76,8 @@ pub enum LlamaFamily {
     Gemma4,
     /// Qwen3-VL, dense: a Qwen3 that sees images, with three rotary positions for each token.
     Qwen3Vl,
+    /// Qwen3-VL with experts: a Qwen3-MoE that sees images as Qwen3-VL does.
+    Qwen3VlMoe,
 }
 
 impl LlamaFamily {
@@ -110,6 +112,7 @@ impl LlamaFamily {
             LlamaFamily::Gemma3n => "gemma3n_text",
             LlamaFamily::Gemma4 => "gemma4_text",
             LlamaFamily::Qwen3Vl => "qwen3_vl_text",
+            LlamaFamily::Qwen3VlMoe => "qwen3_vl_moe_text",
         }
     }
 
@@ -144,6 +147,7 @@ impl LlamaFamily {
             LlamaFamily::Gemma3n => "Gemma3nForCausalLM",
             LlamaFamily::Gemma4 => "Gemma4ForCausalLM",
             LlamaFamily::Qwen3Vl => "Qwen3VLForConditionalGeneration",
+            LlamaFamily::Qwen3VlMoe => "Qwen3VLMoeForConditionalGeneration",
         }
     }
 
@@ -192,7 +196,17 @@ impl LlamaFamily {
 
     /// Returns `true` for the families of whose experts a file has all in one tensor, gate and up in one layer.
     pub(crate) fn has_packed_experts(self) -> bool {
-        matches!(self, LlamaFamily::GptOss | LlamaFamily::Gemma4)
+        self == LlamaFamily::Gemma4 || self.has_transposed_experts()
+    }
+
+    /// Returns `true` for the families of whose experts a file has the weights as `(I, O)`.
+    pub(crate) fn has_transposed_experts(self) -> bool {
+        matches!(self, LlamaFamily::GptOss | LlamaFamily::Qwen3VlMoe)
+    }
+
+    /// Returns `true` for Qwen3-VL, dense and with experts, whose vision tower is read.
+    pub(crate) fn is_qwen3_vl(self) -> bool {
+        matches!(self, LlamaFamily::Qwen3Vl | LlamaFamily::Qwen3VlMoe)
     }
 
     /// Returns `true` for Granite 3 and 4.

@@ -79,7 +79,7 @@ pub enum ModelConfig {
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
     gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, \
     qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, \
-    qwen3_5_moe_text, qwen3_vl, gpt2";
+    qwen3_5_moe_text, qwen3_vl, qwen3_vl_moe, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
@@ -141,7 +141,10 @@ impl ModelConfig {
             Some("qwen3_5_moe") => {
                 ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35Moe])?)
             }
-            Some("qwen3_vl") => ModelConfig::Llama(vision::read(fields)?),
+            Some("qwen3_vl") => ModelConfig::Llama(vision::read(fields, LlamaFamily::Qwen3Vl)?),
+            Some("qwen3_vl_moe") => {
+                ModelConfig::Llama(vision::read(fields, LlamaFamily::Qwen3VlMoe)?)
+            }
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)

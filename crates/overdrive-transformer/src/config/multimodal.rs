@@ -42,5 +42,5 @@ pub(super) fn text(mut fields: Fields, families: &[LlamaFamily]) -> Result<Llama
 
 /// Returns the default of `tie_word_embeddings` of the multimodal model.
 fn ties_head(family: LlamaFamily) -> bool {
-    !(family.is_qwen35() || family == LlamaFamily::Qwen3Vl)
+    !(family.is_qwen35() || family.is_qwen3_vl())
 }

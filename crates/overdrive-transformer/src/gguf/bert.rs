@@ -1,4 +1,4 @@
-//! BERT in GGUF files: llama.cpp's names of its metadata and tensors.
+//! BERT and ModernBERT in GGUF files: llama.cpp's names of their metadata and tensors.
 
 use std::collections::HashMap;
 
@@ -8,23 +8,32 @@ use super::config::Keys;
 use super::load::{Arrangement, Source, read};
 use super::placement::Form;
 use crate::checkpoint::{CheckpointProblems, Misshapen};
-use crate::config::{check_layers, check_layers_of_files};
+use crate::config::{LayerType, check_layers, check_layers_of_files};
 use crate::encoder::{EncoderModel, EncoderTensors, HeadKind};
 use crate::{EncoderConfig, EncoderFamily, Error, LoadOptions, Pooling, PoolingMode, Result};
 
-/// The value of `general.architecture`.
-const ARCHITECTURE: &str = "bert";
+/// The values of `general.architecture`.
+const ARCHITECTURES: [(&str, EncoderFamily); 2] = [
+    ("bert", EncoderFamily::Bert),
+    ("modern-bert", EncoderFamily::ModernBert),
+];
 
-/// The names of the modules of the backbone in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 4] = [
+/// The names of the modules of the backbones in transformers and in llama.cpp.
+const MODULES: [(&str, &str); 7] = [
     ("embeddings.word_embeddings", "token_embd"),
     ("embeddings.position_embeddings", "position_embd"),
     ("embeddings.token_type_embeddings", "token_types"),
     ("embeddings.LayerNorm", "token_embd_norm"),
+    ("embeddings.tok_embeddings", "token_embd"),
+    ("embeddings.norm", "token_embd_norm"),
+    ("final_norm", "output_norm"),
 ];
 
+/// The beginnings of the names of blocks.
+const BLOCKS: [&str; 2] = ["encoder.layer.", "layers."];
+
 /// The names of the modules of a block.
-const BLOCK: [(&str, &str); 8] = [
+const BLOCK: [(&str, &str); 14] = [
     ("attention.self.query", "attn_q"),
     ("attention.self.key", "attn_k"),
     ("attention.self.value", "attn_v"),
@@ -33,13 +42,20 @@ const BLOCK: [(&str, &str); 8] = [
     ("intermediate.dense", "ffn_up"),
     ("output.dense", "ffn_down"),
     ("output.LayerNorm", "layer_output_norm"),
+    ("attn_norm", "attn_norm"),
+    ("attn.Wqkv", "attn_qkv"),
+    ("attn.Wo", "attn_output"),
+    ("mlp_norm", "ffn_norm"),
+    ("mlp.Wi", "ffn_up"),
+    ("mlp.Wo", "ffn_down"),
 ];
 
 impl EncoderModel {
-    /// Reads a GGUF file of the architecture `bert`, as llama.cpp's `convert_hf_to_gguf.py` writes it. Quantized matrices
-    /// keep their quantization, as in [`CausalLm::from_gguf`](crate::CausalLm::from_gguf).
+    /// Reads a GGUF file of the architecture `bert` or `modern-bert`, as llama.cpp's `convert_hf_to_gguf.py` writes it.
+    /// Quantized matrices keep their quantization, as in [`CausalLm::from_gguf`](crate::CausalLm::from_gguf).
     ///
-    /// Files have no pooler; its parameters are initialized, which [`load_report`](crate::Encoder::load_report) lists.
+    /// Files have no pooler; its parameters are initialized, which [`load_report`](crate::Encoder::load_report) lists, as
+    /// it does the tensors of a head (`cls`), which are not read.
     ///
     /// # Errors
     /// As [`CausalLm::from_gguf`](crate::CausalLm::from_gguf).
@@ -49,13 +65,14 @@ impl EncoderModel {
     ) -> Result<EncoderModel> {
         let file = GgufFile::open(path)?;
         let tensors = EncoderTensors::new(config(&file)?, HeadKind::Base);
-        let sources = sources(&file, &tensors)?;
+        let (sources, heads) = sources(&file, &tensors)?;
         let arrangement = Arrangement {
             tied: false,
             adjacent: tensors.adjacent(),
         };
         let parts = read(sources, &arrangement, options)?;
-        let (parts, report) = tensors.completed(parts, options, 0)?;
+        let (parts, mut report) = tensors.completed(parts, options, 0)?;
+        report.unused = heads;
         EncoderModel::from_tensors(&tensors.config, parts, report)
     }
 }
@@ -72,7 +89,7 @@ pub(crate) fn pooling_of_gguf(file: &GgufFile) -> Result<Option<Pooling>> {
     };
     let keys = Keys { file, architecture };
     let mode = match keys.integer("pooling_type")? {
-        None if architecture == ARCHITECTURE => PoolingMode::Mean,
+        None if family_of(architecture).is_some() => PoolingMode::Mean,
         None | Some(0) => return Ok(None),
         Some(1) => PoolingMode::Mean,
         Some(2) => PoolingMode::Cls,
@@ -91,30 +108,37 @@ pub(crate) fn pooling_of_gguf(file: &GgufFile) -> Result<Option<Pooling>> {
     }))
 }
 
+/// Returns the family of an architecture, if it is one of encoders.
+fn family_of(architecture: &str) -> Option<EncoderFamily> {
+    let mut all = ARCHITECTURES.into_iter();
+    let found = all.find(|(own, _)| *own == architecture);
+    found.map(|(_, family)| family)
+}
+
 /// Returns `true` for a file that [`EncoderModel::from_gguf`] reads.
-pub(crate) fn is_bert(file: &GgufFile) -> bool {
+pub(crate) fn is_encoder(file: &GgufFile) -> bool {
     let architecture = file.value("general.architecture");
-    architecture.and_then(GgufValue::as_str) == Some(ARCHITECTURE)
+    let architecture = architecture.and_then(GgufValue::as_str);
+    architecture.and_then(family_of).is_some()
 }
 
 fn config(file: &GgufFile) -> Result<EncoderConfig> {
-    if !is_bert(file) {
-        let found = file.value("general.architecture");
+    let value = file.value("general.architecture");
+    let architecture = value.and_then(GgufValue::as_str).unwrap_or_default();
+    let Some(family) = family_of(architecture) else {
         return Err(Error::Unsupported {
             key: "general.architecture".to_owned(),
-            found: found.map_or("missing".to_owned(), |value| format!("{value:?}")),
-            supported: "bert, for an encoder".to_owned(),
+            found: value.map_or("missing".to_owned(), |value| format!("{value:?}")),
+            supported: format!(
+                "{}, for an encoder",
+                ARCHITECTURES.map(|(name, _)| name).join(", ")
+            ),
         });
-    }
-    let keys = Keys {
-        file,
-        architecture: ARCHITECTURE,
     };
+    let keys = Keys { file, architecture };
     let layers = keys.required("block_count")?;
     check_layers(&keys.key("block_count"), layers)?;
-    let types = file.tensor("token_types.weight");
-    let types = types.and_then(|types| types.shape().first().copied());
-    let mut config = EncoderConfig::new(EncoderFamily::Bert);
+    let mut config = EncoderConfig::new(family);
     config.vocab_size = keys.vocabulary()?;
     config.hidden_size = keys.required("embedding_length")?;
     config.num_hidden_layers = layers;
@@ -122,10 +146,58 @@ fn config(file: &GgufFile) -> Result<EncoderConfig> {
     config.intermediate_size = keys.required("feed_forward_length")?;
     config.max_position_embeddings = keys.required("context_length")?;
     config.layer_norm_eps = keys.required_number("attention.layer_norm_epsilon")?;
-    config.type_vocab_size = types.unwrap_or(1);
     config.pad_token_id = keys.token("padding_token_id")?;
+    match family {
+        EncoderFamily::ModernBert => keys.read_modern(&mut config)?,
+        _ => {
+            let types = file.tensor("token_types.weight");
+            let types = types.and_then(|types| types.shape().first().copied());
+            config.type_vocab_size = types.unwrap_or(1);
+        }
+    }
     config.validate()?;
     Ok(config)
+}
+
+impl Keys<'_> {
+    /// Reads what BERT does not have: windows, rotary positions and the activation.
+    fn read_modern(&self, config: &mut EncoderConfig) -> Result<()> {
+        let window = self.integer("attention.sliding_window")?;
+        let layers = config.num_hidden_layers;
+        config.layer_types = match window.filter(|&window| window > 0) {
+            None => (0..layers).map(|_| LayerType::Full).collect(),
+            Some(window) => {
+                config.local_attention = window;
+                // The first layer of a period has no window. Without the key, the period is 3.
+                let types = self.layer_types(layers, |layer, every| layer % every == 0)?;
+                types.unwrap_or_default()
+            }
+        };
+        config.global_rope_theta = self.number("rope.freq_base")?.unwrap_or(10_000.0);
+        let local = self.number("rope.freq_base_swa")?;
+        config.local_rope_theta = local.unwrap_or(config.global_rope_theta);
+        let unsupported = |name: &str, supported: &str| Error::Unsupported {
+            key: self.key(name),
+            found: format!("{:?}", self.value(name)),
+            supported: supported.to_owned(),
+        };
+        let scaling = "rope.scaling.type";
+        if !matches!(self.text(scaling), None | Some("none")) {
+            return Err(unsupported(scaling, "none"));
+        }
+        let activation = "hidden_activation";
+        config.hidden_act = match self.text(activation) {
+            None | Some("gelu" | "geglu") => "gelu".to_owned(),
+            Some("silu" | "swish" | "swiglu") => "silu".to_owned(),
+            Some(_) => return Err(unsupported(activation, "gelu, geglu, silu, swish, swiglu")),
+        };
+        Ok(())
+    }
+
+    /// Returns a text of the metadata.
+    fn text(&self, name: &str) -> Option<&str> {
+        self.value(name)?.as_str()
+    }
 }
 
 /// Returns llama.cpp's name of the parameter that transformers calls `name`; `None` for the pooler, which files lack.
@@ -138,17 +210,22 @@ fn gguf_name(name: &str) -> Option<String> {
     if let Some(own) = find(&MODULES, module) {
         return Some(format!("{own}.{end}"));
     }
-    let (layer, part) = module.strip_prefix("encoder.layer.")?.split_once('.')?;
+    let block = BLOCKS.iter().find_map(|block| module.strip_prefix(block));
+    let (layer, part) = block?.split_once('.')?;
     Some(format!("blk.{layer}.{}.{end}", find(&BLOCK, part)?))
 }
 
-/// Finds the tensor of every parameter of the backbone, or returns an error with all that does not fit.
-fn sources<'a>(file: &'a GgufFile, tensors: &EncoderTensors) -> Result<Vec<Source<'a>>> {
+/// Finds the tensor of every parameter of the backbone, or returns an error with all that does not fit. Also returns the
+/// names of the tensors of a head.
+fn sources<'a>(
+    file: &'a GgufFile,
+    tensors: &EncoderTensors,
+) -> Result<(Vec<Source<'a>>, Vec<String>)> {
     let mut stored: HashMap<&str, GgufTensor<'a>> = file
         .tensors()
         .map(|tensor| (tensor.name(), tensor))
         .collect();
-    let layers = ("bert.block_count", tensors.config.num_hidden_layers);
+    let layers = ("block_count", tensors.config.num_hidden_layers);
     check_layers_of_files(layers, stored.len())?;
     let mut problems = CheckpointProblems::default();
     let mut sources = Vec::new();
@@ -172,10 +249,13 @@ fn sources<'a>(file: &'a GgufFile, tensors: &EncoderTensors) -> Result<Vec<Sourc
             }),
         }
     }
-    problems.unexpected = stored.into_keys().map(str::to_owned).collect();
-    problems.unexpected.sort();
+    let mut others: Vec<String> = stored.into_keys().map(str::to_owned).collect();
+    others.sort();
+    let is_head = |name: &String| name.starts_with("cls.");
+    let (heads, unexpected) = others.into_iter().partition(is_head);
+    problems.unexpected = unexpected;
     if problems.is_empty() {
-        return Ok(sources);
+        return Ok((sources, heads));
     }
     Err(Error::Checkpoint {
         path: file.path().to_path_buf(),

@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, \
-    olmo2, granite, glm4, qwen2moe, qwen3next, qwen35, qwen35moe, gpt-oss, mistral3, qwen3vl, qwen3vlmoe, deepseek2, gemma-embedding";
+    olmo2, granite, granitehybrid, glm4, qwen2moe, qwen3next, qwen35, qwen35moe, gpt-oss, mistral3, qwen3vl, qwen3vlmoe, deepseek2, gemma-embedding";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -39,7 +39,8 @@ impl ModelConfig {
             Some("qwen3moe" | "qwen3vlmoe") => LlamaFamily::Qwen3Moe,
             Some("smollm3") => LlamaFamily::SmolLm3,
             Some("olmo2") => LlamaFamily::Olmo2,
-            Some("granite") => LlamaFamily::Granite,
+            // Older converters write a Granite 4 without Mamba layers as a hybrid; its numbers are those of Granite 3.
+            Some("granite" | "granitehybrid") => LlamaFamily::Granite,
             Some("glm4") => LlamaFamily::Glm4,
             Some("qwen2moe") => LlamaFamily::Qwen2Moe,
             Some("qwen3next") => LlamaFamily::Qwen3Next,
@@ -80,6 +81,9 @@ pub(super) struct Keys<'a> {
 impl Keys<'_> {
     fn config(&self, family: LlamaFamily) -> Result<LlamaConfig> {
         let family = self.family_with_experts(family)?;
+        if family == LlamaFamily::Granite {
+            self.without_mamba()?;
+        }
         let defaults = LlamaConfig::of(family);
         let heads = self.required("attention.head_count")?;
         let hidden_size = self.required("embedding_length")?;
@@ -241,6 +245,21 @@ impl Keys<'_> {
         Ok(())
     }
 
+    /// Checks that a Granite 4 has no Mamba layers, which have no heads of keys in a file.
+    fn without_mamba(&self) -> Result<()> {
+        let name = "attention.head_count_kv";
+        let heads = self.value(name).and_then(GgufValue::as_i64s);
+        match heads.unwrap_or_default().contains(&0) {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                key: self.key(name),
+                found: "0 for some layers".to_owned(),
+                supported: "a positive number for each, a Granite 4 without Mamba layers"
+                    .to_owned(),
+            }),
+        }
+    }
+
     /// Reads the factors of Granite. As in llama.cpp, 0 stands for none of those that may be missing.
     fn granite(&self, config: &mut LlamaConfig) -> Result<()> {
         let factor = |key: &str, default: f64| -> Result<f64> {
@@ -293,31 +312,35 @@ impl Keys<'_> {
         if let Some(local) = self.number("rope.freq_base_swa")? {
             config.rope_local_base_freq = local;
         }
-        let key = "attention.sliding_window_pattern";
-        config.layer_types = match self.value(key) {
-            None => None,
-            Some(value) => {
-                let of = |slides: bool| {
-                    if slides {
-                        LayerType::Sliding
-                    } else {
-                        LayerType::Full
-                    }
-                };
-                let every = value.as_i64().filter(|&every| every > 0);
-                match (value.as_bools(), every) {
-                    (Some(slide), _) => Some(slide.iter().map(|&slides| of(slides)).collect()),
-                    (None, Some(every)) => {
-                        let layers = 0..config.num_hidden_layers;
-                        Some(layers.map(|layer| of((layer + 1) % every != 0)).collect())
-                    }
-                    _ => {
-                        return Err(self.wrong(key, "a positive integer or a list of booleans"));
-                    }
-                }
-            }
-        };
+        let is_full = |layer, every| (layer + 1) % every == 0;
+        config.layer_types = self.layer_types(config.num_hidden_layers, is_full)?;
         Ok(())
+    }
+
+    /// Returns the types of layers that the pattern of windows says: a list, or a period of which `is_full` chooses the
+    /// layers without a window.
+    pub(super) fn layer_types(
+        &self,
+        layers: i64,
+        is_full: fn(i64, i64) -> bool,
+    ) -> Result<Option<Vec<LayerType>>> {
+        let key = "attention.sliding_window_pattern";
+        let Some(value) = self.value(key) else {
+            return Ok(None);
+        };
+        let of = |slides: bool| match slides {
+            true => LayerType::Sliding,
+            false => LayerType::Full,
+        };
+        let every = value.as_i64().filter(|&every| every > 0);
+        match (value.as_bools(), every) {
+            (Some(slide), _) => Ok(Some(slide.iter().map(|&slides| of(slides)).collect())),
+            (None, Some(every)) => {
+                let types = (0..layers).map(|layer| of(!is_full(layer, every)));
+                Ok(Some(types.collect()))
+            }
+            _ => Err(self.wrong(key, "a positive integer or a list of booleans")),
+        }
     }
 
     pub(super) fn vocabulary(&self) -> Result<i64> {

@@ -129,7 +129,12 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Qwen35Moe => "qwen35moe",
         F::GptOss => "gpt-oss",
         F::Ministral3 => "mistral3",
-        F::GraniteMoeHybrid | F::DeepseekV2 | F::DeepseekV3 | F::Gemma3n | F::Qwen3Vl => {
+        F::GraniteMoeHybrid
+        | F::DeepseekV2
+        | F::DeepseekV3
+        | F::Gemma3n
+        | F::Qwen3Vl
+        | F::Qwen3VlMoe => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),

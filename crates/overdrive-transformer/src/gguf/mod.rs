@@ -17,7 +17,7 @@ mod rope;
 mod save;
 
 pub use adapter::save_gguf_adapter;
-pub(crate) use bert::{is_bert, pooling_of_gguf};
+pub(crate) use bert::{is_encoder, pooling_of_gguf};
 pub use end_of_text::end_of_text_tokens;
 pub use file_type::GgufFileType;
 pub use generation_config::generation_config_from_gguf;
@@ -33,7 +33,7 @@ use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 impl CausalLm {
     /// Reads a GGUF file of the architectures `llama` (including Mistral and Mixtral), `qwen2`, `qwen3`, `qwen2moe`,
     /// `qwen3moe`, `qwen3next`, `qwen35`, `qwen35moe`, `phi2`, `phi3`, `gemma`, `gemma2`, `gemma3`, `gemma3n`, `gemma4`,
-    /// `smollm3`, `olmo2`, `granite`, `glm4`, `gpt-oss`,
+    /// `smollm3`, `olmo2`, `granite`, `granitehybrid` (without Mamba layers), `glm4`, `gpt-oss`,
     /// `mistral3` (Ministral 3) and `deepseek2` (DeepSeek-V2 and V3), and the text of `qwen3vl` and `qwen3vlmoe`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
     /// any of them.
     ///

@@ -11,11 +11,11 @@ use tch::Tensor;
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::decode_step::{self, DecodeBuffers};
+use crate::feed_forward::FeedForward;
 use crate::gated_delta_net::GatedDeltaNet;
 use crate::gpt2::dropped;
 use crate::input::{ForwardInput, Shape};
 use crate::mask::Mask;
-use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::norm::Norm;
 use crate::parallel_block::ParallelBlock;

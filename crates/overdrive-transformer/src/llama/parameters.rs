@@ -1,6 +1,6 @@
+use crate::feed_forward::FeedForward;
 use crate::gated_delta_net::GatedDeltaNet;
 use crate::latent_attention::LatentAttention;
-use crate::mlp::FeedForward;
 use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{Init, LlamaConfig, LlamaFamily, parallel_block, per_layer, vision};

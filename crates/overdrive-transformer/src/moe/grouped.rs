@@ -8,7 +8,7 @@ use overdrive_sys::engine;
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::mlp::GatedMlp;
+use crate::feed_forward::GatedMlp;
 
 /// The row length must be a multiple of this many elements, because the kernel loads 16 bytes at a time.
 const ALIGNMENT: i64 = 8;

@@ -9,9 +9,8 @@ use super::names::{ExpertModules, expert_modules};
 use super::router::{Router, Routing};
 use super::shared::SharedExpert;
 use crate::Result;
-use crate::clamped_swiglu::ClampedSwiglu;
-use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
-use crate::mlp::GatedMlp;
+use crate::config::{ExpertsConfig, LlamaConfig};
+use crate::feed_forward::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor};
 
@@ -36,11 +35,10 @@ impl MixtureOfExperts {
     ) -> Result<MixtureOfExperts> {
         let expert = |index| {
             let ExpertModules { joint, down } = expert_modules(config.family, prefix, index);
-            if config.family == LlamaFamily::GptOss {
-                let gate = ClampedSwiglu::new(experts);
-                return GatedMlp::take_clamped(parameters, &joint, &down, gate);
+            match config.family.has_transposed_experts() {
+                true => GatedMlp::take_transposed(parameters, &joint, &down, config, experts),
+                false => GatedMlp::take(parameters, &joint, &down, config),
             }
-            GatedMlp::take(parameters, &joint, &down, config)
         };
         Ok(MixtureOfExperts {
             experts: (0..experts.num_experts)

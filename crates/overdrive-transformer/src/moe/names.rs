@@ -2,7 +2,7 @@
 
 use crate::LlamaFamily;
 
-/// The name of gate and up of an expert in one layer (gpt-oss, Gemma 4).
+/// The name of gate and up of an expert in one layer (gpt-oss, Gemma 4, Qwen3-VL).
 const GATE_UP: &str = "gate_up_proj";
 
 /// The names of gate, up and down of an expert: of Mixtral, and of the others.

@@ -4,7 +4,7 @@ use super::names::{
     ExpertModules, expert_modules, router_module, shared_gate_module, shared_modules,
 };
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
-use crate::mlp::WeightSpec;
+use crate::feed_forward::WeightSpec;
 use crate::parameters::ParameterRole;
 
 /// Returns the weights of the block `prefix`, in the order of transformers' modules.
@@ -18,11 +18,12 @@ pub(crate) fn weights(
     let router = (router, [experts.num_experts, hidden], ParameterRole::Router);
     let of_expert = |expert| of_expert(config, prefix, expert);
     let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
-    // transformers has the router last in Qwen3-MoE and DeepSeek, and first in the others.
+    // transformers has the router last in Qwen3-MoE, Qwen3-VL and DeepSeek, and first in the others.
     match config.family {
-        LlamaFamily::Qwen3Moe | LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => {
-            weights.push(router)
-        }
+        LlamaFamily::Qwen3Moe
+        | LlamaFamily::Qwen3VlMoe
+        | LlamaFamily::DeepseekV2
+        | LlamaFamily::DeepseekV3 => weights.push(router),
         _ => weights.insert(0, router),
     }
     if let Some(inner) = experts.shared_width() {
@@ -42,9 +43,9 @@ fn of_expert(config: &LlamaConfig, prefix: &str, expert: i64) -> Vec<WeightSpec>
     let (hidden, inner) = (config.hidden_size, config.expert_intermediate_size());
     let ExpertModules { joint, down } = expert_modules(config.family, prefix, expert);
     let outputs = 2 * inner / joint.len() as i64;
-    let weight = |name, [outputs, inputs]: [i64; 2]| match config.family {
-        LlamaFamily::GptOss => (name, [inputs, outputs], ParameterRole::Conv1d),
-        _ => (name, [outputs, inputs], ParameterRole::Linear),
+    let weight = |name, [outputs, inputs]: [i64; 2]| match config.family.has_transposed_experts() {
+        true => (name, [inputs, outputs], ParameterRole::Conv1d),
+        false => (name, [outputs, inputs], ParameterRole::Linear),
     };
     let joint = joint
         .into_iter()

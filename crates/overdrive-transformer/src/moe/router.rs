@@ -5,9 +5,9 @@ use super::names::{correction_name, router_module};
 use super::router_scales::RouterScales;
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
-use crate::gates::sigmoid;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
+use crate::sigmoid_gates::sigmoid;
 
 /// The choice of experts for `N` tokens.
 #[derive(Debug)]
@@ -53,6 +53,7 @@ impl Router {
         let mixtral = config.family == LlamaFamily::Mixtral;
         // The softmax over the scores of the chosen experts alone is the division by their sum.
         let gpt_oss = config.family == LlamaFamily::GptOss;
+        let qwen3_vl = config.family == LlamaFamily::Qwen3VlMoe;
         let gemma = config.family == LlamaFamily::Gemma4;
         let name = router_module(config.family, prefix);
         let corrected = config.family == LlamaFamily::DeepseekV3;
@@ -60,7 +61,7 @@ impl Router {
         Ok(Router {
             gate: parameters.take_linear(&name, config.has_mlp_bias())?,
             per_token: experts.num_experts_per_tok,
-            normalises: mixtral || gpt_oss || experts.norm_topk_prob,
+            normalises: mixtral || gpt_oss || qwen3_vl || experts.norm_topk_prob,
             rounds: !mixtral && !gemma && !config.family.is_deepseek(),
             is_wide: config.family.is_deepseek(),
             groups: experts.groups(),

@@ -6,10 +6,10 @@ use tch::Tensor;
 use super::names::{shared_gate_module, shared_modules};
 use crate::Result;
 use crate::config::LlamaConfig;
-use crate::gates::sigmoid;
-use crate::mlp::GatedMlp;
+use crate::feed_forward::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
+use crate::sigmoid_gates::sigmoid;
 
 /// A feed-forward block whose output is multiplied by a gate of each token, `sigmoid(gate(x)) · mlp(x)` (Qwen2-MoE), or
 /// that has no gate (DeepSeek).

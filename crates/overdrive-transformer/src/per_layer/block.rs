@@ -7,7 +7,7 @@ use super::experts::ParallelExperts;
 use super::inputs::InputGate;
 use crate::attention::AttentionStep;
 use crate::config::PerLayerConfig;
-use crate::mlp::FeedForward;
+use crate::feed_forward::FeedForward;
 use crate::moe::LoadBalance;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor};

@@ -1,7 +1,7 @@
 use super::altup::Streams;
 use super::experts;
 use crate::config::PerLayerConfig;
-use crate::mlp::{FeedForward, WeightSpec};
+use crate::feed_forward::{FeedForward, WeightSpec};
 use crate::moe;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{Init, LlamaConfig};

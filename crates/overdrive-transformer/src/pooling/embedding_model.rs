@@ -8,7 +8,7 @@ use super::dense::Dense;
 use super::modules::{Modules, read_config, read_json};
 use super::pool::{Pooling, PoolingMode, pooled};
 use super::sequence::{Packed, TokenSequence};
-use crate::gguf::{DENSE_OVER_EMBEDDINGS, is_bert, pooling_of_gguf};
+use crate::gguf::{self, DENSE_OVER_EMBEDDINGS, pooling_of_gguf};
 use crate::{
     CausalLm, EncoderFamily, EncoderInput, EncoderModel, Error, ForwardInput, LoadOptions, Result,
 };
@@ -109,7 +109,7 @@ impl EmbeddingModel {
             mode: PoolingMode::LastToken,
             normalize: true,
         });
-        let transformer = match is_bert(&file) {
+        let transformer = match gguf::is_encoder(&file) {
             true => Transformer::Encoder(Box::new(EncoderModel::from_gguf(path, options)?)),
             false => Transformer::Decoder(Box::new(CausalLm::of_gguf(&file, options)?)),
         };

@@ -105,6 +105,7 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "olmo2",
         "olmo3",
         "granite",
+        "granitehybrid",
         "glm4",
         "qwen2moe",
         "gemma3n",
@@ -316,8 +317,27 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, olmo2, granite, glm4, qwen2moe, \
+         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, olmo2, granite, granitehybrid, glm4, qwen2moe, \
          qwen3next, qwen35, qwen35moe, gpt-oss, mistral3, qwen3vl, qwen3vlmoe, deepseek2, gemma-embedding"
+    );
+}
+
+#[test]
+fn a_granite_4_with_mamba_layers_is_refused() {
+    let mut bytes = std::fs::read(fixture("granitehybrid.gguf")).unwrap();
+    // The type, the type and the number of the elements of a list are before its elements.
+    let first = after(&bytes, "granitehybrid.attention.head_count_kv") + 16;
+    assert_eq!(bytes[first..first + 4], 1i32.to_le_bytes());
+    bytes[first..first + 4].fill(0);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("hybrid.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+    let expected = "`granitehybrid.attention.head_count_kv` is 0 for some layers";
+    assert!(error.to_string().contains(expected), "{error}");
+    assert!(
+        error.to_string().contains("without Mamba layers"),
+        "{error}"
     );
 }
 

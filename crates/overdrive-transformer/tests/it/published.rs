@@ -10,13 +10,9 @@ use serde_json::{Value, json};
 use crate::common::fixture;
 
 /// The models whose configuration is refused, and a part of the message.
-const REFUSED: [(&str, &str); 6] = [
+const REFUSED: [(&str, &str); 5] = [
     ("ibm-granite/granite-4.0-h-micro", "without Mamba layers"),
     ("moonshotai/Kimi-K2-Instruct", "`model_type` is \"kimi_k2\""),
-    (
-        "Qwen/Qwen3-VL-30B-A3B-Instruct",
-        "`model_type` is \"qwen3_vl_moe\"",
-    ),
     (
         "jinaai/jina-embeddings-v2-small-en",
         "`position_embedding_type` is \"alibi\"",
@@ -32,13 +28,7 @@ const REFUSED: [(&str, &str); 6] = [
 ];
 
 /// The models whose quantized weights are refused, and a part of the message.
-const QUANTIZED: [(&str, &str); 2] = [
-    (
-        "deepseek-ai/DeepSeek-V3",
-        "weight_block_size` is [128, 128]",
-    ),
-    ("nvidia/Qwen3.6-27B-NVFP4", "quant_method` is `modelopt`"),
-];
+const QUANTIZED: [(&str, &str); 1] = [("nvidia/Qwen3.6-27B-NVFP4", "quant_method` is `modelopt`")];
 
 fn objects(file: &str) -> BTreeMap<String, Value> {
     let path = fixture("published").join(file);

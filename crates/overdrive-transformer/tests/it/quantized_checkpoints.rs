@@ -1,14 +1,21 @@
 //! Quantized folders of other libraries with tensors beside the weights. `fixtures/gen_quantized.py` makes them.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::common::{
-    copy_of, edit_config, expected, fixture, max_difference, max_magnitude, warnings_of,
+    copy_of, dynamic_cache, edit_config, expected, fixture, max_difference, max_magnitude,
+    warnings_of,
 };
-use overdrive_quantization::Activations;
-use overdrive_transformer::{CausalLm, Error, ForwardInput, LoadOptions};
+use overdrive_nn::{AdapterHost, Linear, LinearWeight};
+use overdrive_quantization::{Activations, Scheme};
+use overdrive_safetensors::MappedFile;
+use overdrive_transformer::{CausalLm, Error, ForwardInput, LoadOptions, QuantizeOptions};
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// The key of the layout of quantized weights.
+const LAYOUT: &str = "quantization_config";
 
 /// Loads the folder, and returns the warnings that were logged.
 fn load(dir: &Path) -> (CausalLm, Vec<String>) {
@@ -83,6 +90,159 @@ fn weights_in_fp8_with_one_scale_each_stay_packed_and_are_written_by_row() {
     model.set_activations(Activations::Float).unwrap();
     let exact = difference(&model, case);
     assert!(exact < 1e-5, "{exact}");
+}
+
+#[test]
+fn weights_in_fp8_by_blocks_stay_packed_and_are_written_as_they_were_read() {
+    // Experts and the projections of latent attention in the second.
+    for (case, layers) in [("qwen3_fp8", 14), ("deepseek_v3_fp8", 28)] {
+        let (mut model, warnings) = load(&fixture(case));
+        assert_eq!(warnings, Vec::<String>::new(), "{case}");
+        let mut packed = 0;
+        let mut visit = |name: &str, linear: &mut Linear| {
+            if let LinearWeight::Quantized(weight) = linear.weight() {
+                assert_eq!(weight.scheme(), Scheme::Fp8Blocks, "{case}: {name}");
+                packed += 1;
+            }
+            Ok(())
+        };
+        model.visit_linears(&mut visit).unwrap();
+        assert_eq!(packed, layers, "{case}");
+        let exact = difference(&model, case);
+        assert!(exact < 1e-5, "{case}: {exact}");
+        cached_steps_agree(&model, case);
+
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let config = |dir: &Path| -> Value {
+            let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+            serde_json::from_str(&text).unwrap()
+        };
+        let (read, written) = (config(&fixture(case)), config(dir.path()));
+        for key in [
+            "quant_method",
+            "weight_block_size",
+            "activation_scheme",
+            "fmt",
+        ] {
+            assert_eq!(written[LAYOUT][key], read[LAYOUT][key], "{case}: {key}");
+        }
+        let kept = written[LAYOUT]["modules_to_not_convert"]
+            .as_array()
+            .unwrap();
+        assert!(kept.contains(&"lm_head".into()), "{case}: {kept:?}");
+        let tensors = |dir: &Path| -> BTreeMap<String, Tensor> {
+            let file = MappedFile::open(dir.join("model.safetensors")).unwrap();
+            let tensors = file.tensors().into_iter().map(|stored| {
+                let tensor = stored.copy_to_tensor(None, Device::Cpu).unwrap();
+                (stored.name().to_owned(), tensor)
+            });
+            tensors.collect()
+        };
+        let (read, written) = (tensors(&fixture(case)), tensors(dir.path()));
+        assert!(read.keys().eq(written.keys()), "{case}");
+        for (name, tensor) in &read {
+            let numbers = |tensor: &Tensor| tensor.to_kind(Kind::Float);
+            assert_eq!(numbers(&written[name]), numbers(tensor), "{case}: {name}");
+        }
+
+        model.dequantize().unwrap();
+        let dense = difference(&model, case);
+        assert!(dense < 1e-5, "{case}: {dense}");
+    }
+}
+
+/// Compares the logits of a sequence that is computed token by token with those of the whole sequence.
+fn cached_steps_agree(model: &CausalLm, case: &str) {
+    let want = expected(case);
+    let mut cache = dynamic_cache(model);
+    for position in 0..want["input_ids"].size()[1] {
+        let token = want["input_ids"].narrow(1, position, 1);
+        let input = ForwardInput::new(&token).with_cache(&mut *cache);
+        let got = tch::no_grad(|| model.forward(input));
+        let logits = want["logits"].narrow(1, position, 1);
+        let found = max_difference(&got.unwrap(), &logits) / max_magnitude(&logits);
+        assert!(found < 1e-5, "{case} at {position}: {found}");
+    }
+}
+
+#[test]
+fn lists_of_compressed_tensors_with_the_names_of_a_multimodal_model_are_those_of_its_text() {
+    let case = "mistral3";
+    let mut dense = load(&fixture(case)).0;
+    let scheme: Scheme = "int8".parse().unwrap();
+    dense.quantize(&QuantizeOptions::new(scheme)).unwrap();
+    let text = tempfile::tempdir().unwrap();
+    let save = |model: &CausalLm, dir: &Path| model.save_pretrained(dir, &Default::default());
+    save(&dense, text.path()).unwrap();
+
+    // The tensors have their older names, and the lists those of transformers 5.
+    let tensors = Tensor::read_safetensors(text.path().join("model.safetensors")).unwrap();
+    let tensors: Vec<(String, Tensor)> = tensors
+        .into_iter()
+        .map(|(name, tensor)| (format!("language_model.{name}"), tensor))
+        .collect();
+    let folder = copy_of(case);
+    let path = folder.path().join("model.safetensors");
+    std::fs::remove_file(&path).unwrap();
+    Tensor::write_safetensors(&tensors, &path).unwrap();
+    let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel"});
+    let layout = json!({
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": [r"re:model\.language_model\.layers\.\d+\.mlp\..*_proj"],
+                "weights": weights, "input_activations": {"num_bits": 8, "dynamic": true, "strategy": "token"},
+            },
+            "group_1": {"targets": ["re:.*self_attn.*"], "weights": weights},
+        },
+        "ignore": ["lm_head", "model.language_model.layers.9.mlp.up_proj", "re:model.vision_tower.*"],
+    });
+    edit_config(folder.path(), |config| {
+        config.insert("quantization_config".to_owned(), layout);
+    });
+    let schemes = |model: &mut CausalLm| {
+        let mut schemes = BTreeMap::new();
+        let mut visit = |name: &str, linear: &mut Linear| {
+            if let LinearWeight::Quantized(weight) = linear.weight() {
+                schemes.insert(name.to_owned(), weight.scheme());
+            }
+            Ok(())
+        };
+        model.visit_linears(&mut visit).unwrap();
+        schemes
+    };
+    let (mut model, _) = load(folder.path());
+    let found = schemes(&mut model);
+    assert_eq!(found.len(), 14);
+    for (name, scheme) in &found {
+        let expected = match name.contains(".mlp.") {
+            true => Scheme::Int8Dynamic,
+            false => Scheme::Int8WeightOnly,
+        };
+        assert_eq!(*scheme, expected, "{name}");
+    }
+
+    // The folder of the text alone has the names of its own modules, which transformers matches.
+    let out = tempfile::tempdir().unwrap();
+    save(&model, out.path()).unwrap();
+    let config = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    let groups = &config["quantization_config"]["config_groups"];
+    let blocks = ["down_proj", "gate_proj", "up_proj"];
+    let own: Vec<String> = (0..2)
+        .flat_map(|layer| blocks.map(|part| format!("model.layers.{layer}.mlp.{part}")))
+        .collect();
+    assert_eq!(groups["group_0"]["targets"], json!(own));
+    assert_eq!(groups["group_1"]["targets"], json!(["re:.*self_attn.*"]));
+    let (mut again, _) = load(out.path());
+    assert_eq!(schemes(&mut again), found);
+    let ids = &expected(case)["input_ids"];
+    let logits = |model: &CausalLm| tch::no_grad(|| model.forward(ForwardInput::new(ids)));
+    assert_eq!(logits(&again).unwrap(), logits(&model).unwrap());
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Qwen3-VL (`fixtures/gen_vision.py`): the vision tower, the positions of images, whole models with images, and what is
-//! refused.
+//! Qwen3-VL, dense and with experts (`fixtures/gen_vision.py`): the vision tower, the positions of images, whole models with
+//! images, and what is refused.
 
 use std::collections::BTreeSet;
 
@@ -15,6 +15,8 @@ use tch::{Kind, Tensor};
 use crate::common::{copy_of, dynamic_cache, edit_config, expected, fixture, load, max_difference};
 
 const CASE: &str = "qwen3_vl";
+/// Dense, and with experts.
+const CASES: [&str; 2] = [CASE, "qwen3_vl_moe"];
 const GRIDS: [[i64; 2]; 3] = [[4, 6], [2, 8], [4, 4]];
 
 /// Returns the image tokens of the rows of `ids (B, T)`, for the columns `from..to`.
@@ -51,109 +53,117 @@ fn positions_of(model: &CausalLm, ids: &Tensor, grids: &[[i64; 2]]) -> (Tensor, 
 
 #[test]
 fn the_tower_gives_the_image_tokens_of_transformers() {
-    let (mut model, want) = (load(CASE), expected(CASE));
-    for fused in [true, false] {
-        let mut execution = Execution::default();
-        execution.fused_kernels = fused;
-        model.set_execution(execution);
-        let found = model.encode_images(&want["pixels"], &GRIDS).unwrap();
-        let difference = max_difference(&found.embeddings, &want["embeddings"]);
-        assert!(difference < 1e-5, "{difference}");
-        assert_eq!(found.deepstack.len(), 2);
-        for (index, values) in found.deepstack.iter().enumerate() {
-            let difference = max_difference(values, &want[&format!("deepstack.{index}")]);
-            assert!(difference < 1e-5, "{index}: {difference}");
+    for case in CASES {
+        let (mut model, want) = (load(case), expected(case));
+        for fused in [true, false] {
+            let mut execution = Execution::default();
+            execution.fused_kernels = fused;
+            model.set_execution(execution);
+            let found = model.encode_images(&want["pixels"], &GRIDS).unwrap();
+            let difference = max_difference(&found.embeddings, &want["embeddings"]);
+            assert!(difference < 1e-5, "{difference}");
+            assert_eq!(found.deepstack.len(), 2);
+            for (index, values) in found.deepstack.iter().enumerate() {
+                let difference = max_difference(values, &want[&format!("deepstack.{index}")]);
+                assert!(difference < 1e-5, "{index}: {difference}");
+            }
         }
     }
 }
 
 #[test]
 fn positions_of_images_are_those_of_transformers() {
-    let (model, want) = (load(CASE), expected(CASE));
-    let padding = 24
-        - want["attention_mask"]
-            .select(0, 1)
-            .sum(Kind::Int64)
-            .int64_value(&[]);
-    for (row, from, grids) in [(0, 0, &GRIDS[..2]), (1, padding, &GRIDS[2..])] {
-        let ids = want["input_ids"].select(0, row).narrow(0, from, 24 - from);
-        let (positions, delta) = positions_of(&model, &ids, grids);
-        let wanted = want["position_ids"]
-            .select(1, row)
-            .narrow(1, from, 24 - from);
-        assert_eq!(positions.squeeze_dim(1), wanted);
-        assert_eq!(delta, want["deltas"].int64_value(&[row, 0]));
+    for case in CASES {
+        let (model, want) = (load(case), expected(case));
+        let padding = 24
+            - want["attention_mask"]
+                .select(0, 1)
+                .sum(Kind::Int64)
+                .int64_value(&[]);
+        for (row, from, grids) in [(0, 0, &GRIDS[..2]), (1, padding, &GRIDS[2..])] {
+            let ids = want["input_ids"].select(0, row).narrow(0, from, 24 - from);
+            let (positions, delta) = positions_of(&model, &ids, grids);
+            let wanted = want["position_ids"]
+                .select(1, row)
+                .narrow(1, from, 24 - from);
+            assert_eq!(positions.squeeze_dim(1), wanted);
+            assert_eq!(delta, want["deltas"].int64_value(&[row, 0]));
+        }
     }
 }
 
 #[test]
 fn logits_of_two_prompts_with_images_equal_those_of_transformers() {
-    let (mut model, want) = (load(CASE), expected(CASE));
-    let ids = &want["input_ids"];
-    for fused in [true, false] {
-        let mut execution = Execution::default();
-        execution.fused_kernels = fused;
-        model.set_execution(execution);
-        let _no_grad = tch::no_grad_guard();
-        let features = model.encode_images(&want["pixels"], &GRIDS).unwrap();
-        let images = images_of(ids, &features, [0, 24]).unwrap();
-        let input = ForwardInput::new(ids)
-            .with_attention_mask(&want["attention_mask"])
-            .with_position_ids(&want["position_ids"])
-            .with_images(&images);
-        let mask = want["attention_mask"].unsqueeze(-1);
-        let found = model.forward(input).unwrap() * &mask;
-        let difference = max_difference(&found, &(&want["logits"] * &mask));
-        assert!(difference < 1e-5, "{difference}");
+    for case in CASES {
+        let (mut model, want) = (load(case), expected(case));
+        let ids = &want["input_ids"];
+        for fused in [true, false] {
+            let mut execution = Execution::default();
+            execution.fused_kernels = fused;
+            model.set_execution(execution);
+            let _no_grad = tch::no_grad_guard();
+            let features = model.encode_images(&want["pixels"], &GRIDS).unwrap();
+            let images = images_of(ids, &features, [0, 24]).unwrap();
+            let input = ForwardInput::new(ids)
+                .with_attention_mask(&want["attention_mask"])
+                .with_position_ids(&want["position_ids"])
+                .with_images(&images);
+            let mask = want["attention_mask"].unsqueeze(-1);
+            let found = model.forward(input).unwrap() * &mask;
+            let difference = max_difference(&found, &(&want["logits"] * &mask));
+            assert!(difference < 1e-5, "{difference}");
+        }
     }
 }
 
 #[test]
 fn chunks_of_a_prompt_with_images_over_each_cache_give_the_tokens_of_transformers() {
-    let (model, want) = (load(CASE), expected(CASE));
-    let _no_grad = tch::no_grad_guard();
-    let features = model.encode_images(&want["pixels"], &GRIDS).unwrap();
-    let ids = want["input_ids"].narrow(0, 0, 1);
-    let (positions, delta) = positions_of(&model, &ids, &GRIDS[..2]);
-    let wanted = want["greedy"].narrow(0, 0, 1);
-    for kind in [CacheImplementation::Dynamic, CacheImplementation::Static] {
-        for chunk in [24, 7, 1] {
-            let mut shape = model.cache_shape();
-            shape.max_len = Some(40);
-            let mut cache = kind.build(&shape).unwrap();
-            let mut next = 0;
-            for from in (0..24).step_by(chunk) {
-                let to = (from + chunk as i64).min(24);
-                let part = ids.narrow(1, from, to - from);
-                let places = positions.narrow(2, from, to - from);
-                let images = images_of(&ids, &features, [from, to]);
-                let mut input = ForwardInput::new(&part)
-                    .with_position_ids(&places)
-                    .with_logits(Logits::Last)
-                    .with_cache(cache.as_mut());
-                input.images = images.as_ref();
-                next = model
-                    .forward(input)
-                    .unwrap()
-                    .argmax(-1, false)
-                    .int64_value(&[0, 0]);
-            }
-            for column in 24..36 {
-                assert_eq!(
-                    next,
-                    wanted.int64_value(&[0, column]),
-                    "{kind} {chunk} {column}"
-                );
-                let token = Tensor::from_slice(&[next]).view([1, 1]);
-                let place = Tensor::from_slice(&[column + delta]).view([1, 1]);
-                let input = ForwardInput::new(&token)
-                    .with_position_ids(&place)
-                    .with_cache(cache.as_mut());
-                next = model
-                    .forward(input)
-                    .unwrap()
-                    .argmax(-1, false)
-                    .int64_value(&[0, 0]);
+    for case in CASES {
+        let (model, want) = (load(case), expected(case));
+        let _no_grad = tch::no_grad_guard();
+        let features = model.encode_images(&want["pixels"], &GRIDS).unwrap();
+        let ids = want["input_ids"].narrow(0, 0, 1);
+        let (positions, delta) = positions_of(&model, &ids, &GRIDS[..2]);
+        let wanted = want["greedy"].narrow(0, 0, 1);
+        for kind in [CacheImplementation::Dynamic, CacheImplementation::Static] {
+            for chunk in [24, 7, 1] {
+                let mut shape = model.cache_shape();
+                shape.max_len = Some(40);
+                let mut cache = kind.build(&shape).unwrap();
+                let mut next = 0;
+                for from in (0..24).step_by(chunk) {
+                    let to = (from + chunk as i64).min(24);
+                    let part = ids.narrow(1, from, to - from);
+                    let places = positions.narrow(2, from, to - from);
+                    let images = images_of(&ids, &features, [from, to]);
+                    let mut input = ForwardInput::new(&part)
+                        .with_position_ids(&places)
+                        .with_logits(Logits::Last)
+                        .with_cache(cache.as_mut());
+                    input.images = images.as_ref();
+                    next = model
+                        .forward(input)
+                        .unwrap()
+                        .argmax(-1, false)
+                        .int64_value(&[0, 0]);
+                }
+                for column in 24..36 {
+                    assert_eq!(
+                        next,
+                        wanted.int64_value(&[0, column]),
+                        "{kind} {chunk} {column}"
+                    );
+                    let token = Tensor::from_slice(&[next]).view([1, 1]);
+                    let place = Tensor::from_slice(&[column + delta]).view([1, 1]);
+                    let input = ForwardInput::new(&token)
+                        .with_position_ids(&place)
+                        .with_cache(cache.as_mut());
+                    next = model
+                        .forward(input)
+                        .unwrap()
+                        .argmax(-1, false)
+                        .int64_value(&[0, 0]);
+                }
             }
         }
     }
@@ -161,114 +171,123 @@ fn chunks_of_a_prompt_with_images_over_each_cache_give_the_tokens_of_transformer
 
 #[test]
 fn gradients_of_the_tower_and_of_the_text_equal_those_of_transformers() {
-    let (mut model, want) = (load(CASE), expected(CASE));
-    model.set_requires_grad(true).unwrap();
-    let ids = want["input_ids"].narrow(0, 0, 1);
-    let (positions, _) = positions_of(&model, &ids, &GRIDS[..2]);
-    for schedule in [Schedule::Never, Schedule::EveryBlock] {
-        let mut execution = Execution::default();
-        execution.checkpointing = schedule;
-        execution.checkpoint_options = CheckpointOptions::default();
-        model.set_execution(execution);
-        let pixels = want["pixels"].narrow(0, 0, 40);
-        let features = model.encode_images(&pixels, &GRIDS[..2]).unwrap();
-        let images = images_of(&ids, &features, [0, 24]).unwrap();
-        let input = ForwardInput::new(&ids)
-            .with_position_ids(&positions)
-            .with_images(&images);
-        let loss = model
-            .loss_of(input, &want["labels"], LabelShift::HuggingFace)
-            .unwrap();
-        let loss = loss.mean().unwrap();
-        assert!(max_difference(&loss, &want["loss"]) < 1e-5);
-        loss.backward();
-        for (name, mut parameter) in model.named_parameters() {
-            let wanted = &want[&format!("grad.{name}")];
-            let scale = wanted.abs().max().double_value(&[]).max(1e-6);
-            let relative = max_difference(&parameter.grad(), wanted) / scale;
-            assert!(relative < 1e-4, "{name}: {relative}");
-            parameter.zero_grad();
+    for case in CASES {
+        let (mut model, want) = (load(case), expected(case));
+        model.set_requires_grad(true).unwrap();
+        let ids = want["input_ids"].narrow(0, 0, 1);
+        let (positions, _) = positions_of(&model, &ids, &GRIDS[..2]);
+        for schedule in [Schedule::Never, Schedule::EveryBlock] {
+            let mut execution = Execution::default();
+            execution.checkpointing = schedule;
+            execution.checkpoint_options = CheckpointOptions::default();
+            model.set_execution(execution);
+            let pixels = want["pixels"].narrow(0, 0, 40);
+            let features = model.encode_images(&pixels, &GRIDS[..2]).unwrap();
+            let images = images_of(&ids, &features, [0, 24]).unwrap();
+            let input = ForwardInput::new(&ids)
+                .with_position_ids(&positions)
+                .with_images(&images);
+            let loss = model
+                .loss_of(input, &want["labels"], LabelShift::HuggingFace)
+                .unwrap();
+            let loss = loss.mean().unwrap();
+            assert!(max_difference(&loss, &want["loss"]) < 1e-5);
+            loss.backward();
+            for (name, mut parameter) in model.named_parameters() {
+                let wanted = &want[&format!("grad.{name}")];
+                let scale = wanted.abs().max().double_value(&[]).max(1e-6);
+                let relative = max_difference(&parameter.grad(), wanted) / scale;
+                assert!(relative < 1e-4, "{name}: {relative}");
+                parameter.zero_grad();
+            }
         }
     }
 }
 
 #[test]
 fn a_prompt_without_images_gives_the_logits_of_transformers_over_each_cache() {
-    let (model, want) = (load(CASE), expected(CASE));
-    let _no_grad = tch::no_grad_guard();
-    let ids = &want["text_ids"];
-    let whole = model.forward(ForwardInput::new(ids)).unwrap();
-    let mut cache = dynamic_cache(&model);
-    let parts = [(0, 7), (7, 1), (8, 4)].map(|(from, tokens)| {
-        let part = ids.narrow(1, from, tokens);
-        let input = ForwardInput::new(&part).with_cache(cache.as_mut());
-        model.forward(input).unwrap()
-    });
-    for found in [whole, Tensor::cat(&parts, 1)] {
-        let difference = max_difference(&found, &want["text_logits"]);
-        assert!(difference < 1e-5, "{difference}");
+    for case in CASES {
+        let (model, want) = (load(case), expected(case));
+        let _no_grad = tch::no_grad_guard();
+        let ids = &want["text_ids"];
+        let whole = model.forward(ForwardInput::new(ids)).unwrap();
+        let mut cache = dynamic_cache(&model);
+        let parts = [(0, 7), (7, 1), (8, 4)].map(|(from, tokens)| {
+            let part = ids.narrow(1, from, tokens);
+            let input = ForwardInput::new(&part).with_cache(cache.as_mut());
+            model.forward(input).unwrap()
+        });
+        for found in [whole, Tensor::cat(&parts, 1)] {
+            let difference = max_difference(&found, &want["text_logits"]);
+            assert!(difference < 1e-5, "{difference}");
+        }
     }
 }
 
 #[test]
 fn a_saved_folder_has_the_names_and_keys_of_transformers() {
-    let model = load(CASE);
-    let folder = tempfile::tempdir().unwrap();
-    model
-        .save_pretrained(folder.path(), &Default::default())
-        .unwrap();
-    let read = |path: &std::path::Path| -> Value {
-        serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
-    };
-    let (new, old) = (
-        read(&folder.path().join("config.json")),
-        read(&fixture(CASE).join("config.json")),
-    );
-    assert_eq!(new["vision_config"], old["vision_config"]);
-    for key in [
-        "model_type",
-        "architectures",
-        "image_token_id",
-        "tie_word_embeddings",
-    ] {
-        assert_eq!(new[key], old[key], "{key}");
+    for case in CASES {
+        let model = load(case);
+        let folder = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(folder.path(), &Default::default())
+            .unwrap();
+        let read = |path: &std::path::Path| -> Value {
+            serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+        };
+        let (new, old) = (
+            read(&folder.path().join("config.json")),
+            read(&fixture(case).join("config.json")),
+        );
+        assert_eq!(new["vision_config"], old["vision_config"]);
+        for key in [
+            "model_type",
+            "architectures",
+            "image_token_id",
+            "tie_word_embeddings",
+        ] {
+            assert_eq!(new[key], old[key], "{key}");
+        }
+        let scaling = &new["text_config"]["rope_scaling"];
+        assert_eq!(*scaling, old["text_config"]["rope_parameters"]);
+        let again = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
+        let names: BTreeSet<String> =
+            serde_json::from_value(read(&fixture(case).join("names.json"))).unwrap();
+        let own = model.named_parameters();
+        assert_eq!(
+            own.iter()
+                .map(|(name, _)| name.clone())
+                .collect::<BTreeSet<_>>(),
+            names
+        );
+        for ((name, tensor), (other, loaded)) in own.iter().zip(again.named_parameters()) {
+            assert_eq!((name, tensor), (&other, &loaded));
+        }
+        assert_eq!(again.config(), model.config());
     }
-    let scaling = &new["text_config"]["rope_scaling"];
-    assert_eq!(*scaling, old["text_config"]["rope_parameters"]);
-    let again = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
-    let names: BTreeSet<String> =
-        serde_json::from_value(read(&fixture(CASE).join("names.json"))).unwrap();
-    let own = model.named_parameters();
-    assert_eq!(
-        own.iter()
-            .map(|(name, _)| name.clone())
-            .collect::<BTreeSet<_>>(),
-        names
-    );
-    for ((name, tensor), (other, loaded)) in own.iter().zip(again.named_parameters()) {
-        assert_eq!((name, tensor), (&other, &loaded));
-    }
-    assert_eq!(again.config(), model.config());
 }
 
 #[test]
 fn quantization_leaves_the_tower_as_it_is() {
-    let (mut model, want) = (load(CASE), expected(CASE));
-    model
-        .quantize(&QuantizeOptions::new("int8".parse().unwrap()))
-        .unwrap();
-    assert!(model.is_quantized());
-    let found = model.encode_images(&want["pixels"], &GRIDS).unwrap();
-    assert!(max_difference(&found.embeddings, &want["embeddings"]) < 1e-5);
-    // The folder has the quantized layers beside the dense tower.
-    let folder = tempfile::tempdir().unwrap();
-    model
-        .save_pretrained(folder.path(), &Default::default())
-        .unwrap();
-    let again = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
-    assert!(again.is_quantized());
-    let logits = |model: &CausalLm| model.forward(ForwardInput::new(&want["text_ids"])).unwrap();
-    assert_eq!(logits(&again), logits(&model));
+    for case in CASES {
+        let (mut model, want) = (load(case), expected(case));
+        model
+            .quantize(&QuantizeOptions::new("int8".parse().unwrap()))
+            .unwrap();
+        assert!(model.is_quantized());
+        let found = model.encode_images(&want["pixels"], &GRIDS).unwrap();
+        assert!(max_difference(&found.embeddings, &want["embeddings"]) < 1e-5);
+        // The folder has the quantized layers beside the dense tower.
+        let folder = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(folder.path(), &Default::default())
+            .unwrap();
+        let again = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
+        assert!(again.is_quantized());
+        let logits =
+            |model: &CausalLm| model.forward(ForwardInput::new(&want["text_ids"])).unwrap();
+        assert_eq!(logits(&again), logits(&model));
+    }
 }
 
 #[test]

@@ -1,3 +1,4 @@
+use super::super::chat::role;
 use super::*;
 use crate::instruction::chat::role;
 

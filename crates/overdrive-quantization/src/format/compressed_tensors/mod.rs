@@ -10,6 +10,7 @@
 mod args;
 mod config;
 mod read;
+mod renamed;
 mod write;
 
 pub use args::{ConfigGroup, QuantizationArgs};

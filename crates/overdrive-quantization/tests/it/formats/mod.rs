@@ -456,6 +456,69 @@ fn a_target_of_compressed_tensors_that_names_a_module_is_no_class() {
 }
 
 #[test]
+fn entries_of_lists_follow_the_new_names_of_the_modules_that_they_match() {
+    let names = [
+        (
+            "model.language_model.layers.0.up_proj",
+            "model.layers.0.up_proj",
+        ),
+        (
+            "model.language_model.layers.1.up_proj",
+            "model.layers.1.up_proj",
+        ),
+        // An older name of the same module.
+        (
+            "language_model.model.layers.0.up_proj",
+            "model.layers.0.up_proj",
+        ),
+        ("lm_head", "lm_head"),
+    ]
+    .map(|(old, new)| (old.to_owned(), new.to_owned()));
+    let both = json!(["model.layers.0.up_proj", "model.layers.1.up_proj"]);
+    for (entry, expected) in [
+        ("Linear", json!(["Linear"])),
+        ("re:.*up_proj", json!(["re:.*up_proj"])),
+        ("re:.*layers.1", json!(["re:.*layers.1"])),
+        ("lm_head", json!(["lm_head"])),
+        ("model.visual.blocks.0", json!(["model.visual.blocks.0"])),
+        (
+            "model.language_model.layers.1.up_proj",
+            json!(["model.layers.1.up_proj"]),
+        ),
+        (
+            "language_model.model.layers.0.up_proj",
+            json!(["model.layers.0.up_proj"]),
+        ),
+        ("re:.*language_model.*", both.clone()),
+        (r"re:model\.language_model\..*proj", both),
+        // It matches no module of the multimodal model.
+        ("re:model.layers", json!([])),
+    ] {
+        let group = json!({"targets": [entry], "weights": {"num_bits": 8}});
+        let config = json!({
+            "quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": [entry],
+        });
+        let config = QuantizationConfig::from_json(&config).unwrap();
+        let found = config.renamed(&names).unwrap().to_json().unwrap();
+        assert_eq!(found["ignore"], expected, "{entry}");
+        assert_eq!(
+            found["config_groups"]["group_0"]["targets"], expected,
+            "{entry}"
+        );
+    }
+    let bad = json!({
+        "quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["re:("], "weights": {}}},
+    });
+    let error = QuantizationConfig::from_json(&bad).unwrap().renamed(&names);
+    assert!(
+        error
+            .unwrap_err()
+            .to_string()
+            .contains("regular expression")
+    );
+}
+
+#[test]
 fn configurations_that_cannot_be_read_are_refused_by_name() {
     for (config, expected) in [
         (
@@ -470,10 +533,6 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
         ),
         (json!({"quant_method": "gptq"}), "missing field `bits`"),
         (json!({"quant_method": "awq", "version": "gemv"}), "gemm"),
-        (
-            json!({"quant_method": "fp8"}),
-            "weight_block_size` is [128, 128]; it must be null",
-        ),
         (
             json!({"quant_method": "bitsandbytes"}),
             "or false with load_in_8bit true",

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use overdrive_core::gpu_models::GpuGeneration;
+use overdrive_core::gpu_peaks::GpuGeneration;
 use overdrive_precision::Precision;
 use overdrive_profiling::{Machine, free_memory};
 use tch::Device;

@@ -4,8 +4,11 @@ use std::fs;
 use std::path::Path;
 
 use overdrive_core::units;
+use overdrive_precision::Precision;
 
+use super::settings::LEAST_MICRO_BATCH;
 use super::*;
+use crate::arguments::TrainingArguments;
 
 /// The length of the sequences in the guide's tables.
 const LENGTH: u64 = 1024;

@@ -180,6 +180,22 @@ impl LlamaConfig {
                 eos_token_id: Vec::new(),
                 ..llama
             },
+            LlamaFamily::Qwen3VlMoe => LlamaConfig {
+                vocab_size: 151_936,
+                hidden_size: 2048,
+                intermediate_size: 5632,
+                num_hidden_layers: 24,
+                num_attention_heads: 16,
+                max_position_embeddings: 128_000,
+                rope_theta: 5e5,
+                vision: Some(VisionConfig {
+                    out_hidden_size: 2048,
+                    ..VisionConfig::default()
+                }),
+                bos_token_id: None,
+                eos_token_id: Vec::new(),
+                ..llama
+            },
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => LlamaConfig {
                 vocab_size: 151_936,
                 intermediate_size: 22016,

@@ -363,7 +363,9 @@ impl LlamaConfig {
                     "no_rope_layer_interval": self.no_rope_layer_interval,
                 })
             }
-            LlamaFamily::Qwen3Vl => json!({"attention_bias": self.attention_bias}),
+            LlamaFamily::Qwen3Vl | LlamaFamily::Qwen3VlMoe => {
+                json!({"attention_bias": self.attention_bias})
+            }
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Qwen2Moe => {
                 let key = self.attention_bias_key();
                 map.insert(key.to_owned(), self.attention_bias.into());
@@ -479,7 +481,7 @@ impl LlamaConfig {
         map.insert(self.norm_eps_key().to_owned(), self.rms_norm_eps.into());
         self.write_rope(&mut map);
         match &self.vision {
-            Some(vision) => vision::write(vision, map, self.family.architecture()),
+            Some(vision) => vision::write(vision, map, self.family),
             None => map,
         }
     }

@@ -147,7 +147,7 @@ impl LlamaConfig {
     /// Returns the name of the decoder in a checkpoint.
     pub(crate) fn backbone_name(&self) -> &'static str {
         match self.family {
-            LlamaFamily::Qwen3Vl => "model.language_model",
+            family if family.is_qwen3_vl() => "model.language_model",
             _ => "model",
         }
     }
@@ -246,8 +246,7 @@ impl LlamaConfig {
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
-            LlamaFamily::Qwen3Vl => true,
-            family if family.is_hybrid() => true,
+            family if family.is_hybrid() || family.is_qwen3_vl() => true,
             LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => true,
             LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => true,
             LlamaFamily::Phi => self.qk_layernorm,
@@ -429,6 +428,7 @@ impl LlamaConfig {
             | LlamaFamily::Qwen35
             | LlamaFamily::Qwen35Moe
             | LlamaFamily::Qwen3Vl
+            | LlamaFamily::Qwen3VlMoe
             | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral
             | LlamaFamily::Ministral3

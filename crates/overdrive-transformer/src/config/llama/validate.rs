@@ -140,11 +140,7 @@ impl LlamaConfig {
                 self.per_layer.is_some(),
                 family.is_newest_gemma(),
             ),
-            (
-                "vision",
-                self.vision.is_some(),
-                family == LlamaFamily::Qwen3Vl,
-            ),
+            ("vision", self.vision.is_some(), family.is_qwen3_vl()),
         ] {
             self.check_presence(key, is_set, is_needed)?;
         }

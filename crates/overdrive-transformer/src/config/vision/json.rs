@@ -9,8 +9,8 @@ use crate::config::llama::LlamaConfig;
 use crate::config::multimodal;
 use crate::{Error, Result};
 
-/// Reads a model with images, whose text model is in `text_config`.
-pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
+/// Reads a model with images, whose text model is a `family` in `text_config`.
+pub(in crate::config) fn read(mut fields: Fields, family: LlamaFamily) -> Result<LlamaConfig> {
     let mut vision = VisionConfig::default();
     if let Some(own) = fields.object("vision_config")? {
         vision.read_tower(own)?;
@@ -19,7 +19,7 @@ pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
     if let Some(text) = fields.peek("text_config").and_then(Value::as_object) {
         vision.read_sections(text)?;
     }
-    let mut config = multimodal::text(fields, &[LlamaFamily::Qwen3Vl])?;
+    let mut config = multimodal::text(fields, &[family])?;
     config.vision = Some(vision);
     Ok(config)
 }
@@ -28,8 +28,12 @@ pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
 pub(in crate::config) fn write(
     vision: &VisionConfig,
     mut text: Map<String, Value>,
-    architecture: &str,
+    family: LlamaFamily,
 ) -> Map<String, Value> {
+    let model_type = match family {
+        LlamaFamily::Qwen3VlMoe => "qwen3_vl_moe",
+        _ => "qwen3_vl",
+    };
     text.remove("architectures");
     let tied = text.get("tie_word_embeddings").cloned();
     let mut scaling = json!({
@@ -41,10 +45,10 @@ pub(in crate::config) fn write(
     scaling["rope_theta"] = text.get("rope_theta").cloned().unwrap_or_default();
     text.insert("rope_scaling".to_owned(), scaling);
     let all = json!({
-        "architectures": [architecture],
-        "model_type": "qwen3_vl",
+        "architectures": [family.architecture()],
+        "model_type": model_type,
         "text_config": text,
-        "vision_config": vision.tower_to_json(),
+        "vision_config": vision.tower_to_json(model_type),
         "image_token_id": vision.image_token_id,
         "video_token_id": vision.video_token_id,
         "vision_start_token_id": vision.vision_start_token_id,
@@ -141,9 +145,9 @@ impl VisionConfig {
         Ok(())
     }
 
-    fn tower_to_json(&self) -> Value {
+    fn tower_to_json(&self, model_type: &str) -> Value {
         json!({
-            "model_type": "qwen3_vl_vision",
+            "model_type": format!("{model_type}_vision"),
             "depth": self.depth,
             "hidden_size": self.hidden_size,
             "hidden_act": self.hidden_act,

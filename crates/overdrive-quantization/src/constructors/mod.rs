@@ -1,5 +1,7 @@
 //! Constructors of weights from existing codes and scales.
 
+mod float8;
+
 use half::f16;
 use tch::{Device, Kind, Tensor};
 
@@ -55,33 +57,6 @@ impl QuantizedWeight {
             scales: scales.f_contiguous()?,
         };
         Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
-    }
-
-    /// Creates a weight of 8-bit floats (e4m3) with one scale for each row: `codes` u8 (or `Float8e4m3fn`)
-    /// `(O, I)`, `scales` f32 `(O,)`.
-    ///
-    /// # Errors
-    /// [`Error::Common`] if a tensor has the wrong shape, dtype or device, [`Error::Values`] for scales that
-    /// are not finite and for codes that are NaN.
-    pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
-        let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
-        check_row_scales(&scales, outputs, codes.device())?;
-        // Kept as bytes: libtorch has few operators for 8-bit floats.
-        let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
-        // A NaN would affect the whole output; quantization never produces one.
-        let nan = codes
-            .f_bitwise_and(i64::from(fp8::NAN))?
-            .f_eq(i64::from(fp8::NAN))?;
-        if nan.f_any()?.f_int64_value(&[])? != 0 {
-            return Err(Error::values(
-                "codes",
-                "a code that is NaN",
-                "codes that are not NaN",
-            ));
-        }
-        let scales = scales.f_contiguous()?;
-        let storage = Storage::Fp8 { codes, scales };
-        Ok(QuantizedWeight::of(Scheme::Fp8, [outputs, inputs], storage))
     }
 
     /// Creates a weight of integers with one scale for each group of inputs.
@@ -378,7 +353,11 @@ fn expect(
 
 /// Checks for finite f32 scales, one for each of `outputs` rows.
 fn check_row_scales(scales: &Tensor, outputs: i64, device: Device) -> Result<()> {
-    expect("scales", scales, &[Kind::Float], &[outputs], device)?;
+    check_scales(scales, &[outputs], device)
+}
+
+fn check_scales(scales: &Tensor, shape: &[i64], device: Device) -> Result<()> {
+    expect("scales", scales, &[Kind::Float], shape, device)?;
     finite("scales", scales)
 }
 

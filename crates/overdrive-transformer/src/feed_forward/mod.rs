@@ -1,9 +1,16 @@
+//! The feed-forward block of a decoder layer.
+
+mod clamped_swiglu;
+mod gate;
+
 use overdrive_fused::{Activation, glu, rows};
 use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
+use self::clamped_swiglu::ClampedSwiglu;
+use self::gate::Gate;
 use crate::activation::{activate, activation_named};
-use crate::clamped_swiglu::ClampedSwiglu;
+use crate::config::ExpertsConfig;
 use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::per_layer::GaussianTopK;
@@ -132,15 +139,6 @@ pub(crate) struct GatedMlp {
     sparsity: Option<GaussianTopK>,
 }
 
-/// The function of gate and up.
-#[derive(Debug, Clone, Copy)]
-enum Gate {
-    /// `act(gate) · up` of gate and up, one after the other.
-    Plain(Activation),
-    /// gpt-oss's function of gate and up, which alternate.
-    Clamped(ClampedSwiglu),
-}
-
 impl GatedMlp {
     /// Takes the block of the modules `joint`, gate and up in one or two layers, and `down`.
     pub(crate) fn take(
@@ -158,17 +156,22 @@ impl GatedMlp {
         })
     }
 
-    /// Takes an expert of gpt-oss.
-    pub(crate) fn take_clamped(
+    /// Takes an expert whose weights a file has as `(I, O)` (gpt-oss, Qwen3-VL).
+    pub(crate) fn take_transposed(
         parameters: &mut ParameterMap,
         joint: &[String],
         down: &str,
-        gate: ClampedSwiglu,
+        config: &LlamaConfig,
+        experts: &ExpertsConfig,
     ) -> Result<GatedMlp> {
+        let bias = config.has_mlp_bias();
         Ok(GatedMlp {
-            gate_up: JointLinear::take_conv1d(parameters, joint)?,
-            down: parameters.take_conv1d(down)?,
-            gate: Gate::Clamped(gate),
+            gate_up: JointLinear::take_conv1d(parameters, joint, bias)?,
+            down: parameters.take_conv1d(down, bias)?,
+            gate: match config.family {
+                LlamaFamily::GptOss => Gate::Clamped(ClampedSwiglu::new(experts)),
+                _ => Gate::Plain(activation_named("hidden_act", &config.hidden_act)?),
+            },
             sparsity: None,
         })
     }

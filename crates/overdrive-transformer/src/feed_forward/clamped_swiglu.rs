@@ -2,7 +2,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::config::ExpertsConfig;
-use crate::gates::gated;
+use crate::sigmoid_gates::gated;
 
 /// The gate of gpt-oss's experts: `(up + 1) · gate · sigmoid(α · gate)`, where gate is bounded from above and up on
 /// both sides. Gate and up are neighbouring channels, gate first.

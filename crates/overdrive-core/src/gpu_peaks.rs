@@ -225,7 +225,7 @@ impl GpuGeneration {
     /// Returns the generation of a compute capability, such as `(9, 0)`.
     ///
     /// ```
-    /// use overdrive_core::gpu_models::GpuGeneration;
+    /// use overdrive_core::gpu_peaks::GpuGeneration;
     ///
     /// let turing = GpuGeneration::of((7, 5));
     /// assert!(turing.name == "Turing" && turing.fp16_tensor_cores && !turing.bf16_tensor_cores);
@@ -244,7 +244,7 @@ impl GpuModel {
     /// Returns the GPU whose driver reports `name`, with its generation; `None` if its peaks are not known.
     ///
     /// ```
-    /// use overdrive_core::gpu_models::GpuModel;
+    /// use overdrive_core::gpu_peaks::GpuModel;
     ///
     /// let (generation, model) = GpuModel::find("NVIDIA H100 PCIe").unwrap();
     /// assert_eq!((generation.name, model.half_tflops), ("Hopper", 756.0));
