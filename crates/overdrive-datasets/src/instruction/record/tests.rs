@@ -1,4 +1,3 @@
-use super::super::chat::role;
 use super::*;
 use crate::instruction::chat::role;
 
