@@ -1,6 +1,6 @@
 //! The errors, checks, constants and random numbers that all crates of Overdrive share, [atomic file writes](files),
 //! [output folders that never overwrite an input](OutputFolder), [lines on standard output](print_line), [decoding of
-//! text files](text), [number formatting](units), and the [table of GPUs](gpu).
+//! text files](text), [number formatting](units), and the [table of GPUs](gpu_peaks).
 //!
 //! Every crate has its own error enum for the errors that only it can return. The errors common to all of them (an
 //! option out of its range, a tensor of the wrong shape, dtype or device, a file that cannot be read, written or

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// (vLLM's `int8_per_token_head` and `fp8_per_token_head`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum KvCacheDtype {
-    /// `auto`: in [`PagedCacheConfig::kind`].
+    /// `auto`: in [`PagedCacheConfig::kind`](crate::PagedCacheConfig::kind).
     #[default]
     Auto,
     /// `int8`: codes in -127..=127; the error of an element is at most 1/254 of the largest of its row.
