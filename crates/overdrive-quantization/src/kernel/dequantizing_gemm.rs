@@ -73,13 +73,17 @@ impl<C> DequantizingGemm<'_, C> {
         firsts.map(move |first| first..width.min(first + group))
     }
 
-    /// Returns the scale of a group of an output, or 1 where the only scale is applied to the results.
+    /// Returns `true` if an output has several scales.
+    #[inline(always)]
+    fn is_grouped(&self) -> bool {
+        self.group < self.width
+    }
+
+    /// Returns the scale of a group of an output that has several.
     #[inline(always)]
     fn scale(&self, output: usize, group: usize) -> f32 {
-        match self.width.div_ceil(self.group.max(1)) {
-            0 | 1 => 1.0,
-            groups => self.scales[output * groups + group],
-        }
+        let groups = self.width.div_ceil(self.group.max(1));
+        self.scales[output * groups + group]
     }
 }
 
@@ -106,7 +110,7 @@ impl<C: Code> Gemm for DequantizingGemm<'_, C> {
         let by_output = self
             .scales
             .get(outputs.clone())
-            .filter(|_| self.group >= self.width);
+            .filter(|_| !self.is_grouped());
         for (row, sums) in sums.chunks_exact_mut(count.max(1)).enumerate() {
             match by_output {
                 // Scaled here and not in the tiles: a row at a time becomes vectors.
@@ -139,7 +143,10 @@ impl<C: Code> Kernel for Tiles<'_, '_, C> {
         if self.gemm.x.len() == self.gemm.width {
             // One stream through the weight is faster than several short ones.
             for output in self.outputs.clone() {
-                let sum = self.dot(s, output);
+                let sum = match self.gemm.is_grouped() {
+                    true => self.dot_of_groups(s, output),
+                    false => dot(s, self.gemm.x, self.weight(output)),
+                };
                 self.set(0, output, sum);
             }
             return;
@@ -163,12 +170,10 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
         self.sums[row * self.outputs.len() + output - self.outputs.start] = sum;
     }
 
-    /// Returns the result of one output for the only row, in the order of [`Tiles::tile`]. The chains of additions of
-    /// several outputs overlap in the processor.
+    /// Returns the result of one output with several scales for the only row, in the order of [`Tiles::tile`].
     #[inline(always)]
-    fn dot<S: Simd>(&self, s: S, output: usize) -> f32 {
+    fn dot_of_groups<S: Simd>(&self, s: S, output: usize) -> f32 {
         let (x, weight) = (self.gemm.x, self.weight(output));
-        assert_eq!(x.len(), weight.len(), "one row of each");
         let zero = s.splat(0.0);
         let mut sum = zero;
         for (group, columns) in self.gemm.groups().enumerate() {
@@ -221,15 +226,63 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
             *slot = &self.gemm.x[(row + n) * width..(row + n + 1) * width];
         }
         let mut sums = [[s.splat(0.0); N]; R];
-        for (group, columns) in self.gemm.groups().enumerate() {
-            let part = products(s, &weights, &rows, columns, row == 0);
-            for (r, (sums, part)) in sums.iter_mut().zip(part).enumerate() {
-                let scale = s.splat(self.gemm.scale(output + r, group));
-                for (sum, part) in sums.iter_mut().zip(part) {
-                    *sum = s.mul_add(part, scale, *sum);
+        if self.gemm.is_grouped() {
+            for (group, columns) in self.gemm.groups().enumerate() {
+                let part = products(s, &weights, &rows, columns, row == 0);
+                for (r, (sums, part)) in sums.iter_mut().zip(part).enumerate() {
+                    let scale = s.splat(self.gemm.scale(output + r, group));
+                    for (sum, part) in sums.iter_mut().zip(part) {
+                        *sum = s.mul_add(part, scale, *sum);
+                    }
+                }
+            }
+            self.reduce(s, output, row, sums);
+            return;
+        }
+        // The loop of `products` once more: its sums would leave the registers, at half the speed.
+        let whole = width - width % LANES;
+        let mut column = 0;
+        while column < whole {
+            let mut x = [s.splat(0.0); N];
+            for (x, row) in x.iter_mut().zip(&rows) {
+                // SAFETY: `column + LANES <= width`, the length of every row.
+                *x = s.load_f32(unsafe { at(row, column) });
+            }
+            for (weight, sums) in weights.iter().zip(&mut sums) {
+                // Only the first rows find the weight outside of the caches; a line has 64 codes.
+                if row == 0 && column.is_multiple_of(64) {
+                    // The same columns of the next tile: several short streams at once are more than the
+                    // hardware prefetcher follows.
+                    s.prefetch(weight.as_ptr().wrapping_add(R * width + column));
+                }
+                // SAFETY: as above.
+                let w = C::load(s, unsafe { at(weight, column) });
+                for (sum, x) in sums.iter_mut().zip(x) {
+                    *sum = s.mul_add(x, w, *sum);
+                }
+            }
+            column += LANES;
+        }
+        if whole < width {
+            for (weight, sums) in weights.iter().zip(&mut sums) {
+                let w = C::load(s, &padded(&weight[whole..]));
+                for (sum, x) in sums.iter_mut().zip(&rows) {
+                    *sum = s.mul_add(s.load_f32(&padded(&x[whole..])), w, *sum);
                 }
             }
         }
+        self.reduce(s, output, row, sums);
+    }
+
+    /// Sets the results of `R` outputs of `N` rows.
+    #[inline(always)]
+    fn reduce<S: Simd, const R: usize, const N: usize>(
+        &mut self,
+        s: S,
+        output: usize,
+        row: usize,
+        sums: [[S::F; N]; R],
+    ) {
         for (r, sums) in sums.into_iter().enumerate() {
             let mut four = [s.splat(0.0); 4];
             // Four are reduced together: that costs less than four reductions.
@@ -239,6 +292,29 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
             }
         }
     }
+}
+
+/// Returns the dot product of two rows, in the order of [`Tiles::tile`]. The chains of additions of several outputs
+/// overlap in the processor.
+#[inline(always)]
+fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
+    let width = weight.len();
+    assert_eq!(x.len(), width, "one row of each");
+    let mut sum = s.splat(0.0);
+    let whole = width - width % LANES;
+    let mut column = 0;
+    while column < whole {
+        // SAFETY: `column + LANES <= width`, the length of both.
+        let (x, w) = unsafe { (at(x, column), at(weight, column)) };
+        sum = s.mul_add(s.load_f32(x), C::load(s, w), sum);
+        column += LANES;
+    }
+    if whole < width {
+        let (x, w) = (padded(&x[whole..]), padded(&weight[whole..]));
+        sum = s.mul_add(s.load_f32(&x), C::load(s, &w), sum);
+    }
+    let zero = s.splat(0.0);
+    s.reduce_add_each([sum, zero, zero, zero])[0]
 }
 
 /// Returns the sums of `x · w` over some columns of `R` rows of a weight and `N` rows of activations.
