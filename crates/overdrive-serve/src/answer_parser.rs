@@ -27,11 +27,7 @@ impl AnswerParser {
 
     /// Appends a piece of the answer, and returns the text that is certain now and belongs to no call.
     pub(crate) fn push(&mut self, piece: &str) -> AnswerText {
-        let text = self.reasoning.push(piece);
-        self.without_calls(text)
-    }
-
-    fn without_calls(&mut self, mut text: AnswerText) -> AnswerText {
+        let mut text = self.reasoning.push(piece);
         if let Some(calls) = &mut self.calls {
             text.content = calls.push(&text.content);
         }
@@ -39,13 +35,13 @@ impl AnswerParser {
     }
 
     /// Returns the rest of the text, and the calls.
-    pub(crate) fn finish(mut self) -> (AnswerText, Vec<ToolCall>) {
-        let text = self.reasoning.clone().finish();
-        let mut text = self.without_calls(text);
-        let Some(calls) = self.calls else {
+    pub(crate) fn finish(self) -> (AnswerText, Vec<ToolCall>) {
+        let mut text = self.reasoning.finish();
+        let Some(mut parser) = self.calls else {
             return (text, Vec::new());
         };
-        let (rest, calls) = calls.finish();
+        text.content = parser.push(&text.content);
+        let (rest, calls) = parser.finish();
         text.content.push_str(&rest);
         (text, calls)
     }

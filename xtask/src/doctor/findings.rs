@@ -1,4 +1,4 @@
-//! What is found on the machine, with the remedies.
+//! The findings about the machine, with their remedies.
 
 use overdrive_build::cache::{self, Variant};
 use overdrive_build::cpu::CpuFeatures;

@@ -1,4 +1,4 @@
-//! What may stand beside the messages of a record: a system prompt, earlier turns, tools.
+//! The context of the messages of a record: a system prompt, earlier turns, tools.
 
 use serde_json::{Map, Value, json};
 
