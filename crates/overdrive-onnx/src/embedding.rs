@@ -7,9 +7,9 @@ use crate::Result;
 use crate::graph::{Attribute, Graph, Value};
 use crate::initializer::Element;
 use crate::linear::{BlockValues, GroupValues, block_values, group_values, vector};
+use crate::model_weights::Table;
 use crate::proto::data_type;
 use crate::quantized_layouts;
-use crate::source::Table;
 
 /// The half of a byte that holds the first of its two codes.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -9,12 +9,12 @@ use crate::graph::{Graph, MICROSOFT};
 use crate::initializer::Element;
 use crate::layers::bounded;
 use crate::linear::linear;
+use crate::model_weights::Source;
 use crate::proto::{
     DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto,
     TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto, data_type,
 };
 use crate::report::{ExportReport, ValueReport};
-use crate::source::Source;
 use crate::write::{Written, write};
 use crate::{Error, ExportOptions, LogitsFor, Precision, Result, gpt2, llama};
 

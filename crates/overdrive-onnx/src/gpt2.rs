@@ -7,7 +7,7 @@ use crate::embedding::embedding;
 use crate::graph::{Attribute, Graph, Value};
 use crate::layers::activate;
 use crate::linear::{linear, vector};
-use crate::source::Source;
+use crate::model_weights::Source;
 use crate::{Attention, ExportOptions, Result};
 
 /// The graph of a model that is being built.

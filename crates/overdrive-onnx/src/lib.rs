@@ -65,12 +65,12 @@ mod initializer;
 mod layers;
 mod linear;
 mod llama;
+mod model_weights;
 mod options;
 pub mod proto;
 mod quantized_layouts;
 mod report;
 mod rope;
-mod source;
 mod write;
 
 pub use error::{Error, Result};

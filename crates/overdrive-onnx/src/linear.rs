@@ -6,8 +6,8 @@ use tch::Tensor;
 
 use crate::graph::{Attribute, Graph, MICROSOFT, Value};
 use crate::initializer::Element;
+use crate::model_weights::{LinearSource, Source};
 use crate::quantized_layouts::{self, Blocks, Groups};
-use crate::source::{LinearSource, Source};
 use crate::{Activations, Error, ExportOptions, Result};
 
 /// Writes the linear layer `name` of the model, `x (…, I)` to `(…, O)`.

@@ -7,8 +7,8 @@ use crate::embedding::embedding;
 use crate::graph::{Graph, Value};
 use crate::layers::{activate, norm_weight, rms_norm};
 use crate::linear::linear;
+use crate::model_weights::Source;
 use crate::rope::{Frequencies, Rotation, rotation};
-use crate::source::Source;
 use crate::{Attention, Error, ExportOptions, Result};
 
 /// The values of `model_type` that can be exported, for messages.

@@ -6,8 +6,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_rates, step_count};
-use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{FactoredUpdate, adafactor_step, bump_version};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Adafactor`]. The defaults are those of transformers' `Adafactor`, except that the
 /// learning rate is a number, which is used if `relative_step` is `false`.

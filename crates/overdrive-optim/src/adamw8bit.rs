@@ -6,11 +6,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::checks::{bytes, check_adam_options, step_count};
 use crate::code_book::BLOCK;
-use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::joint_update::{JointUpdate, WINDOW, flat_range, scales_of};
 use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version};
 use crate::operators::{self, Piece};
 use crate::paging::{Allocated, Pager, Request, Storage};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 use crate::weight_decay::name_contains;
 use crate::{PagingConfig, Result};
 

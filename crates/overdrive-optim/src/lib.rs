@@ -69,6 +69,7 @@
 //! [`torch.optim.AdamW`]: https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html
 #![deny(missing_docs)]
 
+// A new optimizer is a file with a `Rule` (update_rule.rs), as lion.rs is.
 mod adafactor;
 mod adamw;
 mod adamw8bit;
@@ -79,9 +80,7 @@ mod combined;
 mod device_books;
 mod early_stopping;
 mod ema;
-mod engine;
 mod error;
-mod grouped_parameters;
 mod joint_update;
 mod kernels;
 mod lion;
@@ -91,7 +90,8 @@ mod optimizer;
 mod page_advice;
 mod paged_adamw;
 mod paging;
-mod param_group;
+mod parameter_groups;
+mod parameter_states;
 mod schedule;
 mod sgd;
 #[cfg(test)]
@@ -103,6 +103,7 @@ mod state_metadata;
 mod state_shards;
 mod stateful;
 mod tch_optimizer;
+mod update_rule;
 mod weight_decay;
 
 pub use adafactor::{Adafactor, AdafactorConfig};
@@ -122,7 +123,7 @@ pub use muon::{Muon, MuonConfig, MuonPrecision, MuonRate};
 pub use optimizer::{GradScaling, Optimizer, OptimizerId, OptimizerState};
 pub use paged_adamw::{PagedAdamW, PagedAdamWConfig, StateBits};
 pub use paging::PagingConfig;
-pub use param_group::{ParamGroup, decay_groups};
+pub use parameter_groups::{ParamGroup, decay_groups};
 pub use schedule::{
     LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
     ScheduleOptions, Warmup,

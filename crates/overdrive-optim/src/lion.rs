@@ -7,8 +7,8 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_betas, check_rates};
-use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{LionNumbers, bump_version, lion};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Lion`]. The defaults are those of the paper, the learning rate that of its authors' code.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::checks::check_rates;
-use crate::engine::{Job, Rule, StateTensors, optimizer};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 use crate::{Error, Result};
 
 /// The limit of `torch.optim.Muon`, beyond which a number of iterations is a mistake.

@@ -7,10 +7,10 @@ use crate::Result;
 use crate::adamw8bit::{AdamState, has_kernel, step_one};
 use crate::checks::check_adam_options;
 use crate::code_book::BLOCK;
-use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::joint_update::JointUpdate;
 use crate::kernels::AdamNumbers;
 use crate::paging::{Pager, PagingConfig, Storage};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 use crate::weight_decay::name_contains;
 
 /// The bits of a state element.

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_rates, same_layout, step_count};
-use crate::engine::{Job, Rule, StateTensors, optimizer};
+use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Sgd`]. The defaults are those of `torch.optim.SGD`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -3,7 +3,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
 
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
 use crate::layer_norm::LayerNorm;

@@ -118,7 +118,7 @@
 //! Lewis et al. 2020 (BART, arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
-mod activation;
+mod activation_names;
 mod adapter_host;
 mod attend;
 mod attention;

@@ -4,7 +4,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::Linear;
 use tch::Tensor;
 
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;

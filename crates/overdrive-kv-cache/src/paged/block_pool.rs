@@ -1,6 +1,6 @@
 //! The states of the blocks of a pool, without their contents.
 
-use std::collections::BTreeMap;
+use super::eviction::EvictableBlocks;
 
 /// The number of a block in its pool.
 pub(super) type BlockId = u32;
@@ -11,12 +11,7 @@ pub(super) type BlockId = u32;
 pub(super) struct BlockPool {
     references: Vec<u32>,
     free: Vec<BlockId>,
-    /// The evictable blocks in the order of their release; the first is evicted first.
-    // Ordered, because a block may be removed from the middle when a sequence reuses it.
-    evictable: BTreeMap<u64, BlockId>,
-    /// The time of release of each evictable block.
-    released_at: Vec<Option<u64>>,
-    clock: u64,
+    evictable: EvictableBlocks,
 }
 
 impl BlockPool {
@@ -28,9 +23,7 @@ impl BlockPool {
             references: vec![0; count],
             // `take` pops from the end.
             free: (0..blocks).rev().collect(),
-            evictable: BTreeMap::new(),
-            released_at: vec![None; count],
-            clock: 0,
+            evictable: EvictableBlocks::new(count),
         }
     }
 
@@ -52,7 +45,7 @@ impl BlockPool {
     }
 
     pub(super) fn is_evictable(&self, block: BlockId) -> bool {
-        self.released_at[block as usize].is_some()
+        self.evictable.contains(block)
     }
 
     /// Allocates a block with one reference: a free block, else the evictable block that was released first,
@@ -61,8 +54,7 @@ impl BlockPool {
         let block = match self.free.pop() {
             Some(block) => block,
             None => {
-                let (_, block) = self.evictable.pop_first()?;
-                self.released_at[block as usize] = None;
+                let block = self.evictable.pop()?;
                 evicted(block);
                 block
             }
@@ -73,9 +65,7 @@ impl BlockPool {
 
     /// Adds a reference to a used or an evictable block.
     pub(super) fn retain(&mut self, block: BlockId) {
-        if let Some(since) = self.released_at[block as usize].take() {
-            self.evictable.remove(&since);
-        }
+        self.evictable.remove(block);
         self.references[block as usize] += 1;
     }
 
@@ -88,9 +78,7 @@ impl BlockPool {
             return;
         }
         if keep {
-            self.clock += 1;
-            self.evictable.insert(self.clock, block);
-            self.released_at[block as usize] = Some(self.clock);
+            self.evictable.insert(block);
         } else {
             self.free.push(block);
         }
@@ -98,10 +86,7 @@ impl BlockPool {
 
     /// Frees every evictable block and returns them.
     pub(super) fn free_evictable(&mut self) -> Vec<BlockId> {
-        let blocks: Vec<BlockId> = std::mem::take(&mut self.evictable).into_values().collect();
-        for block in &blocks {
-            self.released_at[*block as usize] = None;
-        }
+        let blocks: Vec<BlockId> = std::iter::from_fn(|| self.evictable.pop()).collect();
         self.free.extend(blocks.iter().rev());
         blocks
     }
@@ -114,23 +99,14 @@ impl BlockPool {
                 return Err(format!("block {block} is free twice"));
             }
         }
-        for (since, block) in &self.evictable {
-            if self.released_at[*block as usize] != Some(*since) {
-                return Err(format!(
-                    "block {block} is evictable since {since} in one list only"
-                ));
-            }
-        }
-        if self.released_at.iter().flatten().count() != self.evictable.len() {
-            return Err("a block is marked evictable and is not in the list".to_owned());
-        }
+        self.evictable.audit()?;
         for (block, (references, expected)) in self.references.iter().zip(expected).enumerate() {
             if references != expected {
                 return Err(format!(
                     "block {block} counts {references} references and tables hold {expected}"
                 ));
             }
-            let evictable = self.released_at[block].is_some();
+            let evictable = self.is_evictable(block as BlockId);
             let states =
                 usize::from(free[block]) + usize::from(evictable) + usize::from(*references > 0);
             if states != 1 {

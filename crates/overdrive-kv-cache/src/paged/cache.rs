@@ -7,7 +7,7 @@ use super::batch::{PagedBatch, PagedStep};
 use super::block_pool::BlockId;
 use super::block_tables::{BlockTables, PagedStatistics, PreparedSequence, SequenceId};
 use super::config::PagedCacheConfig;
-use super::pool::LayerPool;
+use super::layer_pool::LayerPool;
 use crate::recurrent::{SequenceState, StatePool, StateStep};
 use crate::{Error, KvView, Result};
 

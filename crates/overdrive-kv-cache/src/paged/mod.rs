@@ -1,8 +1,8 @@
 //! Many sequences in one pool of blocks.
 //!
-//! [`block_pool`] counts the references to blocks, [`prefix_index`] finds the block that holds given
-//! tokens, [`block_tables`] keeps the tables of all sequences on top of both (plain Rust, without
-//! tensors), [`cache`] and [`batch`] store keys and values in the blocks of a [`pool`], and [`decode_inputs`] holds what a
+//! [`block_pool`] counts the references to blocks, [`eviction`] orders those without any, [`prefix_index`] finds the block
+//! that holds given tokens, [`block_tables`] keeps the tables of all sequences on top of these (plain Rust, without tensors),
+//! [`cache`] and [`batch`] store keys and values in the blocks of a [`layer_pool`], and [`decode_inputs`] holds what a
 //! captured step reads.
 
 mod batch;
@@ -12,7 +12,8 @@ mod cache;
 mod config;
 mod decode_inputs;
 mod dtype;
-mod pool;
+mod eviction;
+mod layer_pool;
 mod prefix_index;
 
 pub use batch::PagedBatch;

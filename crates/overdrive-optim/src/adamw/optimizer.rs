@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 use super::bucket::{Bucket, Moments, Update};
 use super::config::{AdamWConfig, Implementation};
 use crate::checks::{TensorSpec, gradient_of};
-use crate::grouped_parameters::{GroupedParameters, Parameter};
+use crate::parameter_states::{GroupedParameters, Parameter};
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
 /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, [arXiv:1711.05101]), equal to

@@ -3,7 +3,7 @@ use serde_json::{Map, Value, json};
 use super::fields::{Fields, bad, ids_to_json};
 use super::sizes::{self, check_layers, check_size};
 use crate::Result;
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 
 /// The configuration of BART, with the keys of its `config.json`. Defaults are those of transformers'
 /// `BartConfig`, BART large.

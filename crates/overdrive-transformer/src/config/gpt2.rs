@@ -2,7 +2,7 @@ use serde_json::{Map, Value, json};
 
 use super::fields::{Fields, bad, ids_to_json};
 use super::sizes::{self, check_layers, check_size};
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::{Error, Result};
 
 /// The configuration of GPT-2, with the keys of its `config.json`. Defaults are those of transformers'

@@ -11,7 +11,7 @@ use super::attend::attend;
 use super::config::EncoderConfig;
 use super::input::Rows;
 use super::parameters::qkv_names;
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::config::LayerType;
 use crate::gpt2::dropped;
 use crate::input::ForwardInput;

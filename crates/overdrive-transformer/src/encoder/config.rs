@@ -3,7 +3,7 @@ use std::path::Path;
 use overdrive_core::{Error as Common, text};
 use serde_json::{Map, Value};
 
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::config::{Fields, LayerType, bad, check_layers, check_parameters, check_size};
 use crate::{Error, Result};
 

@@ -9,7 +9,7 @@ use super::model::Encoder;
 use super::parameters::head_names;
 use super::{BaseHead, ClassifierHead, EncoderInput, HeadKind, MaskedLmHead};
 use crate::Result;
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};

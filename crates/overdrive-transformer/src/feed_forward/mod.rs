@@ -1,15 +1,13 @@
 //! The feed-forward block of a decoder layer.
 
 mod clamped_swiglu;
-mod gate;
 
 use overdrive_fused::{Activation, glu, rows};
 use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
 use self::clamped_swiglu::ClampedSwiglu;
-use self::gate::Gate;
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::config::ExpertsConfig;
 use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
@@ -22,6 +20,15 @@ use crate::{LlamaConfig, LlamaFamily, Result};
 pub(crate) enum FeedForward {
     Gated(GatedMlp),
     Experts(MixtureOfExperts),
+}
+
+/// The function of gate and up. A new activation begins at [`Activation`] in overdrive-fused.
+#[derive(Debug, Clone, Copy)]
+enum Gate {
+    /// `act(gate) · up` of gate and up, one after the other.
+    Plain(Activation),
+    /// gpt-oss's function of gate and up, which alternate.
+    Clamped(ClampedSwiglu),
 }
 
 /// A weight of a feed-forward block: its name without `.weight`, its shape in a file, and its role.

@@ -2,7 +2,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
 
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::config::PerLayerConfig;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};

@@ -8,7 +8,7 @@ use super::feed_forward::FeedForward;
 use super::norm::Norm;
 use super::stack::{Dropouts, LearnedPositions, Positions, Stack};
 use super::t5::Side;
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::config::BartConfig;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::{Init, Result};

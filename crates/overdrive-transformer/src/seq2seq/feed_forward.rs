@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::block::Context;
 use crate::Result;
-use crate::activation::activate;
+use crate::activation_names::activate;
 use crate::gpt2::dropped;
 use crate::projections::{LinearVisitor, visit_linear};
 

@@ -8,7 +8,7 @@ use super::feed_forward::FeedForward;
 use super::norm::Norm;
 use super::relative_bias::RelativeBias;
 use super::stack::{Dropouts, Positions, Stack};
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::config::T5Config;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::{Init, Result};

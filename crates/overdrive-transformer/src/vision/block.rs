@@ -4,7 +4,7 @@ use overdrive_nn::Linear;
 use tch::Tensor;
 
 use super::tower::EPS;
-use crate::activation::{activate, activation_named};
+use crate::activation_names::{activate, activation_named};
 use crate::config::VisionConfig;
 use crate::encoder::attend;
 use crate::layer_norm::LayerNorm;

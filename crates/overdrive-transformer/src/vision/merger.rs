@@ -3,7 +3,7 @@ use overdrive_nn::Linear;
 use tch::Tensor;
 
 use crate::Result;
-use crate::activation::activate;
+use crate::activation_names::activate;
 use crate::layer_norm::LayerNorm;
 use crate::parameters::ParameterMap;
 

@@ -1,8 +1,8 @@
 //! Datasets of the rows of Parquet and Arrow files.
 
 mod arrow_file;
+mod column_json;
 mod parquet_file;
-mod row_json;
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -15,8 +15,8 @@ use overdrive_core::files::FileMap;
 use serde::de::DeserializeOwned;
 
 use self::arrow_file::ArrowFile;
+use self::column_json::row_as_json;
 use self::parquet_file::ParquetFile;
-use self::row_json::row_as_json;
 use super::find_files;
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;

@@ -1,7 +1,7 @@
 //! The checks of a Llama's configuration.
 
 use super::LlamaConfig;
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::config::experts::ExpertsConfig;
 use crate::config::fields::bad;
 use crate::config::sizes::{self, check_layers, check_size};

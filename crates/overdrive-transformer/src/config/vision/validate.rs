@@ -2,7 +2,7 @@
 
 use super::VisionConfig;
 use crate::Result;
-use crate::activation::activation_named;
+use crate::activation_names::activation_named;
 use crate::config::fields::bad;
 use crate::config::sizes::{check_layers, check_parameters, check_size};
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tch::Tensor;
 
 use crate::checks::{TensorSpec, bytes, disjoint, gradient_of};
-use crate::grouped_parameters::GroupedParameters;
+use crate::parameter_states::GroupedParameters;
 use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
 use crate::{OptimizerId, ParamGroup, Result, StateDict};
 
@@ -333,7 +333,7 @@ macro_rules! optimizer {
         $(#[$doc])*
         #[derive(Debug)]
         pub struct $name {
-            engine: crate::engine::Engine<$rule>,
+            engine: crate::update_rule::Engine<$rule>,
         }
 
         impl $name {
@@ -343,7 +343,7 @@ macro_rules! optimizer {
             /// An error if an option is out of its range, a name or a group name is not unique, two
             /// parameters share memory, or this optimizer cannot update a parameter.
             pub fn new(groups: Vec<crate::ParamGroup>, config: $config) -> crate::Result<Self> {
-                let engine = crate::engine::Engine::new(groups, config)?;
+                let engine = crate::update_rule::Engine::new(groups, config)?;
                 Ok(Self { engine })
             }
 
@@ -358,7 +358,7 @@ macro_rules! optimizer {
             /// Returns the options of this optimizer, or of the state that it loaded.
             #[must_use]
             pub fn config(&self) -> &$config {
-                crate::engine::Rule::config(self.engine.rule())
+                crate::update_rule::Rule::config(self.engine.rule())
             }
 
             /// Returns the names of the groups, in the order of

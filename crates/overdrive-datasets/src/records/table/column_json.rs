@@ -1,4 +1,4 @@
-//! The rows of tables as JSON.
+//! The rows of tables as JSON, and so the types of columns that can be read.
 
 use arrow_array::RecordBatch;
 use arrow_json::LineDelimitedWriter;
