@@ -170,6 +170,7 @@ pub(super) fn precision_flag(precision: Precision) -> &'static str {
         Precision::Fp16 => "--fp16",
         Precision::Bf16 => "--bf16",
         Precision::Tf32 => "--tf32",
+        Precision::Fp8 => "--fp8",
         // The trainer would take the recommended precision by itself.
         Precision::Fp32 => "--no-auto-precision",
     }

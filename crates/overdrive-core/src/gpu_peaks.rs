@@ -19,6 +19,8 @@ pub struct GpuGeneration {
     pub fp16_tensor_cores: bool,
     /// If `true`, its tensor cores multiply bf16.
     pub bf16_tensor_cores: bool,
+    /// If `true`, its tensor cores multiply FP8 (E4M3 and E5M2).
+    pub fp8_tensor_cores: bool,
     /// If `true`, it multiplies fp32 matrices in TF32.
     pub tf32: bool,
     /// The reason for the recommended training dtype, as the end of a sentence that begins with the GPU's name.
@@ -65,6 +67,7 @@ const NO_TENSOR_CORES: GpuGeneration = GpuGeneration {
     examples: "GTX 980, M40, K80",
     fp16_tensor_cores: false,
     bf16_tensor_cores: false,
+    fp8_tensor_cores: false,
     tf32: false,
     why: "has no tensor cores and no fast fp16 arithmetic: half precision would save memory but no time",
     models: &[],
@@ -76,6 +79,7 @@ const AMPERE: GpuGeneration = GpuGeneration {
     examples: "A100, A10, RTX 3090",
     fp16_tensor_cores: true,
     bf16_tensor_cores: true,
+    fp8_tensor_cores: false,
     tf32: true,
     why: "has bf16 tensor cores, and bf16 needs no loss scaling; TF32 speeds up what stays in fp32",
     models: &[
@@ -157,6 +161,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         name: "Ada",
         from: (8, 9),
         examples: "L4, L40S, RTX 4090",
+        fp8_tensor_cores: true,
         models: &[
             model(&["l4"], 30.3, 60.5, 121.0),
             model(&["l40"], 90.5, 90.5, 181.0),
@@ -177,6 +182,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         name: "Hopper",
         from: (9, 0),
         examples: "H100, H200, GH200",
+        fp8_tensor_cores: true,
         models: &[
             model(&["h100"], 67.0, 494.7, 989.4),
             model(&["h100", "pcie"], 51.0, 378.0, 756.0),
@@ -193,6 +199,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         name: "Blackwell",
         from: (10, 0),
         examples: "B200, B300, RTX 5090, Thor",
+        fp8_tensor_cores: true,
         models: &[
             model(&["b200"], 75.0, 1125.0, 2250.0),
             model(&["gb200"], 80.0, 1250.0, 2500.0),
@@ -207,6 +214,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         name: "a generation after Blackwell",
         from: (13, 0),
         examples: "",
+        fp8_tensor_cores: true,
         why: "is newer than this table; every GPU since Ampere multiplies bf16 in its tensor cores",
         models: &[],
         ..AMPERE

@@ -1,6 +1,8 @@
 //! The choice of the GPU kernels of overdrive-gpu; `None` if a function runs libtorch's operators or CPU kernels.
 
-use overdrive_gpu::{CrossEntropy, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary};
+use overdrive_gpu::{
+    CrossEntropy, Fp8Format, Fp8Matrix, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary,
+};
 use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
@@ -88,6 +90,14 @@ pub(crate) fn cross_entropy(
     };
     match kernels(logits)? {
         Some(kernels) => Ok(kernels.cross_entropy(logits.kind(), classes, terms)?),
+        None => Ok(None),
+    }
+}
+
+/// Returns a matrix in FP8 by our kernels.
+pub(crate) fn to_fp8(x: &Tensor, format: Fp8Format, columns: bool) -> Result<Option<Fp8Matrix>> {
+    match kernels(x)? {
+        Some(kernels) => Ok(kernels.to_fp8(x, format, columns)?),
         None => Ok(None),
     }
 }

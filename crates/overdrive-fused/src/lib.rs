@@ -50,6 +50,7 @@ mod chunk;
 mod composed;
 mod cross_entropy;
 mod error;
+mod fp8;
 mod gpu;
 mod kernel;
 mod linear;

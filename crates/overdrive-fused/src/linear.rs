@@ -7,6 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::error::{check_floating, wrong_shape};
+use crate::fp8;
 use crate::kernel::few_rows::{Layer, few_rows};
 use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
 use overdrive_kernels::with_element;
@@ -19,6 +20,12 @@ use overdrive_kernels::with_element;
 /// derivative is refused. f64 and GPUs use libtorch's operator, which has second derivatives, adds the bias in the
 /// matmul's kernel, and saves the copies that autocast makes, except under autocast on CUDA: there the
 /// gradient of an f32 weight comes out of the matmul in f32, without a cast.
+///
+/// Under autocast with FP8 (`Precision::Fp8` of overdrive-precision) the three matmuls are of 8-bit floats (`_scaled_mm`) if
+/// `I` and `O` are multiples of 16: `x` and `weight` in E4M3, the gradient of the result in E5M2, each with one scale, which
+/// takes its largest element to the largest number of the format. Backward saves the codes of `x` and `weight`. Sources:
+/// Micikevicius et al., [*FP8 Formats for Deep Learning*](https://arxiv.org/abs/2209.05433), 2022; torchao's float8 training
+/// with tensorwise scaling, whose numbers it has.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the shapes do not match or the dtype of `x` is not a floating-point one.
@@ -58,6 +65,9 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
     let is_trained = recording && weights.iter().all(|weight| weight.requires_grad());
     let wide = is_trained && has_wide_gradients(x.device(), compute, weights[0].kind());
     let by_libtorch = is_left_to_libtorch(x.device(), weights.len(), recording, wide);
+    if compute.is_some() && is_fp8(x.device()) && fp8::takes(weights) {
+        return fp8::linear(x, weights, biases);
+    }
     let Some(compute) = compute.filter(|_| !by_libtorch) else {
         let weight = joined(weights)?;
         let bias = (!biases.is_empty()).then(|| joined(biases)).transpose()?;
@@ -76,6 +86,11 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
         wide,
     };
     Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Returns `true` under an autocast region with FP8.
+fn is_fp8(device: Device) -> bool {
+    autocast::state(device).is_ok_and(|state| state.enabled && state.fp8)
 }
 
 /// Returns `true` if a layer runs entirely on libtorch's operator. On a GPU, these are all layers except those that need
@@ -206,7 +221,7 @@ fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
 }
 
 /// Joins the tensors into one: a view if they are adjacent, else a copy.
-fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
+pub(crate) fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
     let [first, rest @ ..] = tensors else {
         unreachable!("checked: there is at least one")
     };
@@ -323,34 +338,36 @@ impl Function for Linear {
                 // One cast instead of one for each weight.
                 dw.f_to_kind(self.weight_kind)?
             };
-            self.hand_out(dw, &mut results[1..=n])?;
+            hand_out(&self.outputs, dw, &mut results[1..=n])?;
         }
         if (n + 1..inputs).any(|input| context.needs_input_grad(input)) {
             let db = dy.f_sum_dim_intlist([0i64].as_slice(), false, dy.kind())?;
-            self.hand_out(db, &mut results[n + 1..])?;
+            hand_out(&self.outputs, db, &mut results[n + 1..])?;
         }
         Ok(results)
     }
 }
 
-impl Linear {
-    /// Returns the gradient of each weight. A single gradient is returned unchanged, so that accumulation can keep
-    /// it instead of copying it.
-    fn hand_out(&self, joint: Tensor, results: &mut [Option<Tensor>]) -> FunctionResult<()> {
-        if let [only] = results {
-            *only = Some(joint);
-            return Ok(());
-        }
-        let parts = joint.f_split_with_sizes(self.outputs.as_slice(), 0)?;
-        for (result, part) in results.iter_mut().zip(parts) {
-            *result = Some(part);
-        }
-        Ok(())
+/// Divides the gradient of joint weights with these `outputs`. A single gradient is passed on unchanged, so that
+/// accumulation can keep it instead of copying it.
+pub(crate) fn hand_out(
+    outputs: &[i64],
+    joint: Tensor,
+    results: &mut [Option<Tensor>],
+) -> Result<()> {
+    if let [only] = results {
+        *only = Some(joint);
+        return Ok(());
     }
+    let parts = joint.f_split_with_sizes(outputs, 0)?;
+    for (result, part) in results.iter_mut().zip(parts) {
+        *result = Some(part);
+    }
+    Ok(())
 }
 
 /// Returns `(…, I)` as a matrix.
-fn rows_of(x: &Tensor) -> Result<Tensor> {
+pub(crate) fn rows_of(x: &Tensor) -> Result<Tensor> {
     let width = x.size().last().copied().unwrap_or(1);
     Ok(x.f_view([-1, width])?)
 }

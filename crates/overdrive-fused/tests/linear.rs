@@ -121,6 +121,7 @@ fn under_autocast_the_results_are_those_of_autocast() {
     let low = State {
         enabled: true,
         dtype: Kind::BFloat16,
+        fp8: false,
     };
     autocast::set_state(Device::Cpu, low).unwrap();
     let ours = run(&inputs, || linear(&x, &w, Some(&b)).unwrap());

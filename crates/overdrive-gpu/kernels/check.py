@@ -762,6 +762,65 @@ def causal_conv1d(launch):
     return launch.close("y", y)
 
 
+def largest(launch, *shape):
+    """Makes an input with numbers of every size, some of which are 0, subnormal, or round to the next power of two."""
+    values = launch.random.standard_normal(shape) * 2.0 ** launch.random.integers(-24, 3, shape)
+    values.flat[:3] = [0.0, -0.0, 3.9999]
+    return launch.given("x", values)
+
+
+def fp8_amax(launch):
+    x = largest(launch, launch.scalars["count"])
+    programs, size = launch.entry["blocks"][0], launch.scalars["blocks"] * launch.entry["constants"]["BLOCK"]
+    launch.output("partial", programs)
+    launch.run()
+    expected = [np.abs(x[n * size:(n + 1) * size]).max(initial=0.0) for n in range(programs)]
+    assert np.array_equal(launch.buffers["partial"].get(), expected), launch.describe()
+    return 0.0
+
+
+def numbers_of_fp8(mantissa, bias):
+    """Returns the numbers of the codes without the sign; the last ones of E5M2 are infinity and NaN."""
+    code = np.arange(128)
+    exponent, digits = code >> mantissa, (code & ((1 << mantissa) - 1)) / (1 << mantissa)
+    return np.where(exponent == 0, digits * 2.0 ** (1 - bias), (1 + digits) * 2.0 ** (exponent - bias))
+
+
+def fp8_cast(launch):
+    rows, width, partials = (launch.scalars[n] for n in ("rows", "width", "partials"))
+    e5m2 = launch.entry["constants"]["E5M2"]
+    most, numbers = (57344.0, numbers_of_fp8(2, 15)) if e5m2 else (448.0, numbers_of_fp8(3, 7))
+    x = largest(launch, rows, width)
+    x[-1, -1] = np.nan
+    launch.given("x", x)
+    partial = launch.random.uniform(0.0, 1.0, partials)
+    partial[-1] = np.nanmax(np.abs(x))
+    launch.given("partial", partial)
+    launch.output("codes", rows, width)
+    launch.output("inverse", 1)
+    if launch.entry["constants"]["COLUMNS"]:
+        launch.output("columns", width, launch.scalars["padded"])
+    launch.run()
+    scale = np.float32(most) / np.float32(partial[-1])
+    assert launch.buffers["inverse"].get()[0] == np.float32(1.0) / scale, launch.describe()
+    scaled = np.clip(np.float32(x) * scale, -most, most)
+    # The nearest number; of two, the one with the even code.
+    finite = numbers[numbers <= most]
+    size = np.abs(scaled).astype(np.float64)
+    above = np.searchsorted(finite, np.nan_to_num(size)).clip(1, len(finite) - 1)
+    low, high = size - finite[above - 1], finite[above] - size
+    code = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+    code = np.where(np.isnan(size), 0x7F, code) | np.where(np.signbit(scaled) & ~np.isnan(size), 0x80, 0)
+    found = launch.buffers["codes"].get()
+    found = np.where(np.isnan(size), found & 0x7F, found)
+    assert np.array_equal(found, code), launch.describe()
+    if launch.entry["constants"]["COLUMNS"]:
+        expected = np.zeros((width, launch.scalars["padded"]), dtype=np.int64)
+        expected[:, :rows] = launch.buffers["codes"].get().T
+        assert np.array_equal(launch.buffers["columns"].get(), expected), launch.describe()
+    return 0.0
+
+
 def decode_combine(launch):
     s = launch.scalars
     total, heads = launch.entry["blocks"]

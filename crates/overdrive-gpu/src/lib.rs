@@ -17,6 +17,7 @@
 //! | [`CrossEntropy`] | [`Kernels::cross_entropy`] | the loss of logits, and their gradient in place |
 //! | [`FourBit`] | [`Kernels::four_bit`] | matmuls of up to 64 rows with 4-bit weights, and their dequantization |
 //! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit integers and floats, scaled by output or by group |
+//! | [`Fp8Matrix`] | [`Kernels::to_fp8`] | a matrix and its transpose in 8-bit floats, for the products of training |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
 //! | [`PagedWrite`] | [`Kernels::paged_write`] | new keys and values to their rows in the blocks of a pool |
@@ -38,8 +39,8 @@
 //! 2026: all were correct, and each was faster than libtorch's operators or within 4 % of them
 //! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
 //! `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for the
-//! driver their launches. The kernels of the gated delta rule are newer than the report, and are off in the same way on
-//! all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
+//! driver their launches. The kernels of the gated delta rule and of [`Kernels::to_fp8`] are newer than the report, and are off
+//! in the same way on all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
 //! used, and why.
 //!
 //! A kernel is loaded when an operation first needs it. Nothing can be loaded in a capture: an operation that did not
@@ -81,6 +82,7 @@ mod eight_bit;
 mod embedded;
 mod error;
 mod few_bits;
+mod fp8;
 mod gate;
 mod kernels;
 mod loss;
@@ -96,6 +98,7 @@ pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback
 pub use delta_rule::{CausalConv1d, DeltaRule, StatePlan};
 pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};
 pub use error::{Error, Result};
+pub use fp8::{Fp8Format, Fp8Matrix};
 pub use gate::{Gate, GateActivation};
 pub use kernels::{Kernels, dense};
 pub use loss::{CrossEntropy, LossTerms};

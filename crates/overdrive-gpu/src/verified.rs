@@ -18,7 +18,7 @@ pub(crate) const VERIFIED: &[Verified] = &[Verified {
 }];
 
 /// The kernels that no report has, because they are newer than all of them: they are used only on request.
-const UNVERIFIED: [&str; 2] = ["causal_conv1d", "delta_rule"];
+const UNVERIFIED: [&str; 4] = ["causal_conv1d", "delta_rule", "fp8_amax", "fp8_cast"];
 
 /// Returns `true` if a kernel is used on a GPU whose others are: as the user chose, else if a report has it.
 pub(crate) fn is_kernel_used(kernel: &str, asked: Option<bool>) -> bool {

@@ -16,6 +16,9 @@
 //! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
 //! | [`LoraLinear`], [`LoraAdapter`] | `lora.Linear`: the adapters of one [`Linear`](overdrive_nn::Linear) layer |
 //!
+//! Learning rates of their own for the matrices B (LoRA+) are groups of parameters, which overdrive-optim forms
+//! (`parameter_groups.rs`).
+//!
 //! It works with any model that implements [`AdapterHost`](overdrive_nn::AdapterHost), which gives access to its
 //! linear layers by name, such as `CausalLm` of overdrive-transformer:
 //!

@@ -2,6 +2,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use overdrive_quantization::{QuantizedWeight, Scheme, observe_input};
+use overdrive_sys::autocast::WithoutFp8;
 use tch::{Tensor, nn};
 
 use crate::weight::bytes;
@@ -38,6 +39,8 @@ pub struct Linear {
     bias: Option<Tensor>,
     adapter: Option<Box<dyn Adapter>>,
     training: bool,
+    /// If `true`, the layer is multiplied in FP8 where autocast says so.
+    fp8: bool,
 }
 
 impl Linear {
@@ -69,6 +72,7 @@ impl Linear {
             bias,
             adapter: None,
             training: false,
+            fp8: true,
         })
     }
 
@@ -114,6 +118,13 @@ impl Linear {
         self
     }
 
+    /// Excludes the layer from FP8: under autocast with FP8 (`Precision::Fp8` of overdrive-precision) it is multiplied in
+    /// bf16. For heads and routers, whose results need more digits.
+    pub fn without_fp8(mut self) -> Linear {
+        self.fp8 = false;
+        self
+    }
+
     /// Returns the name, or "" if the layer has none. It is shared, so that a caller can hold it while it
     /// changes the layer.
     pub fn name(&self) -> &Arc<str> {
@@ -148,6 +159,7 @@ impl Linear {
     }
 
     pub(crate) fn compute(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        let _bf16 = (!self.fp8).then(WithoutFp8::enter);
         if let Some(adapter) = self.active_adapter() {
             return adapter.forward(self, x, fused);
         }

@@ -10,7 +10,8 @@ use crate::{Error, Result};
 ///
 /// Inside, operators that gain from it (matrix products, convolutions, attention) run in `dtype`,
 /// those that need range (softmax, losses, norms) in fp32, and the rest in the dtype of their
-/// inputs, as in `torch.autocast`. End the region before backward, which runs in the dtypes of the forward:
+/// inputs, as in `torch.autocast`. libtorch has the list of its operators; those of Overdrive ask for the state of the
+/// region (`overdrive_sys::autocast::state`). End the region before backward, which runs in the dtypes of the forward:
 /// bind the guard in the block or the function that computes the loss.
 /// Regions nest; the previous state is restored at the end, also by an early return or a panic.
 ///
@@ -69,6 +70,7 @@ pub struct Autocast {
     device: Device,
     dtype: Option<Kind>,
     enabled: bool,
+    fp8: Option<bool>,
     cache_enabled: Option<bool>,
 }
 
@@ -80,6 +82,7 @@ impl Autocast {
             device,
             dtype: None,
             enabled: true,
+            fp8: None,
             cache_enabled: None,
         }
     }
@@ -93,6 +96,15 @@ impl Autocast {
     /// Switches casting on or off; `false` makes a region of full precision inside another one.
     pub fn enabled(mut self, enabled: bool) -> Self {
         self.enabled = enabled;
+        self
+    }
+
+    /// Switches FP8 on or off for the linear layers of overdrive-fused and overdrive-nn: products of codes in E4M3 and, for
+    /// gradients, in E5M2, each tensor with one scale, as in torchao's float8 training with tensorwise scaling
+    /// (`fp8_autocast` of Transformer Engine). Layers with sizes that are not multiples of 16, and all other operators, run in
+    /// the region's dtype. By default, a region keeps the setting of the region around it unless it sets a dtype.
+    pub fn fp8(mut self, fp8: bool) -> Self {
+        self.fp8 = Some(fp8);
         self
     }
 
@@ -121,6 +133,7 @@ impl Autocast {
         let state = raw::State {
             enabled: self.enabled,
             dtype,
+            fp8: self.fp8.unwrap_or(before.fp8 && self.dtype.is_none()),
         };
         let cache = self.cache_enabled.unwrap_or(cache_before);
         Ok(AutocastGuard {

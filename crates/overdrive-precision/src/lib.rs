@@ -4,7 +4,7 @@
 //!   with a chosen dtype, nested, switched off inside, and restored by an early return or a panic;
 //! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step, with overflow
 //!   statistics and a warning when the scale collapses;
-//! * [`Precision`] – fp32, TF32, fp16 or bf16, and the recommendation for a device, with its reason
+//! * [`Precision`] – fp32, TF32, fp16, bf16 or FP8, and the recommendation for a device, with its reason
 //!   ([`GPU_GENERATIONS`], [`CpuClass`]);
 //! * [`tf32`] – the switches for TF32 and for the precision of fp32 matrix products.
 //!

@@ -26,6 +26,9 @@ pub enum Precision {
     Fp16,
     /// Autocast to bf16: the range of fp32, 7 bits of mantissa; no scaling.
     Bf16,
+    /// Autocast to bf16, in which overdrive-fused multiplies linear layers in FP8 ([`Autocast::fp8`]). The losses are not
+    /// scaled. It needs a GPU with FP8 tensor cores ([`Precision::check`]).
+    Fp8,
 }
 
 /// A precision and the reason for it.
@@ -42,7 +45,7 @@ pub struct Recommendation {
 
 impl Precision {
     /// All precisions.
-    pub const ALL: [Self; 4] = [Self::Fp32, Self::Tf32, Self::Fp16, Self::Bf16];
+    pub const ALL: [Self; 5] = [Self::Fp32, Self::Tf32, Self::Fp16, Self::Bf16, Self::Fp8];
 
     /// Returns the best precision for training on `device`, by the dtypes that it multiplies fast:
     /// [`GPU_GENERATIONS`](crate::GPU_GENERATIONS) by compute capability, a measurement on a CPU.
@@ -100,7 +103,7 @@ impl Precision {
         match self {
             Self::Fp32 | Self::Tf32 => None,
             Self::Fp16 => Some(Kind::Half),
-            Self::Bf16 => Some(Kind::BFloat16),
+            Self::Bf16 | Self::Fp8 => Some(Kind::BFloat16),
         }
     }
 
@@ -127,13 +130,46 @@ impl Precision {
     /// Returns an error if the device type has no autocast.
     pub fn autocast(self, device: Device) -> Result<AutocastGuard> {
         match self.autocast_dtype() {
-            Some(dtype) => Autocast::new(device).dtype(dtype),
+            Some(dtype) => Autocast::new(device).dtype(dtype).fp8(self == Self::Fp8),
             None => Autocast::new(device).enabled(false),
         }
         .enter()
     }
 
-    /// Allows TF32 in the whole process for [`Precision::Tf32`] and the two half precisions (whose remaining fp32
+    /// Returns an error if `device` cannot train in this precision: [`Precision::Fp8`] on anything but a GPU with FP8 tensor
+    /// cores, which compute capability 8.9 and later have. [`Precision::autocast`] does not check it, so that a CPU, which
+    /// multiplies FP8 without gain, can show the numbers.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common).
+    pub fn check(self, device: Device) -> Result<()> {
+        if self != Self::Fp8 {
+            return Ok(());
+        }
+        let capability = match device {
+            Device::Cuda(index) => overdrive_sys::cuda::compute_capability(index).ok(),
+            _ => None,
+        };
+        self.check_capability(device, capability)
+    }
+
+    fn check_capability(self, device: Device, capability: Option<(u32, u32)>) -> Result<()> {
+        let generation = capability.map(GpuGeneration::of);
+        if generation.is_some_and(|generation| generation.fp8_tensor_cores) {
+            return Ok(());
+        }
+        let name = generation.map_or_else(
+            || format!("{device:?}"),
+            |generation| generation.name.to_owned(),
+        );
+        let expected = format!(
+            "bf16, fp16, tf32 or fp32 on this device ({name}): fp8 needs a GPU of compute capability 8.9 or later \
+             (Ada, Hopper, Blackwell)"
+        );
+        Err(overdrive_core::Error::option("precision", self, expected).into())
+    }
+
+    /// Allows TF32 in the whole process for [`Precision::Tf32`] and the precisions below (whose remaining fp32
     /// matrix products gain too), and forbids it for [`Precision::Fp32`].
     ///
     /// # Errors
@@ -171,6 +207,9 @@ impl Precision {
             Self::Fp16 => Some(
                 "fp16 on a CPU is for testing loss scaling, not for speed; use fp32".to_owned(),
             ),
+            Self::Fp8 => {
+                Some("fp8 on a CPU is for testing its numbers, not for speed; use fp32".to_owned())
+            }
             Self::Tf32 => Some("a CPU has no TF32: matrix products run in fp32".to_owned()),
         }
     }
@@ -181,6 +220,7 @@ impl Precision {
             Self::Bf16 if !row.bf16_tensor_cores => "no bf16 tensor cores",
             Self::Fp16 if !row.fp16_tensor_cores => "no fp16 tensor cores",
             Self::Tf32 if !row.tf32 => "no TF32",
+            Self::Fp8 if !row.fp8_tensor_cores => "no FP8 tensor cores",
             _ => return None,
         };
         Some(format!(
@@ -238,13 +278,14 @@ impl fmt::Display for Precision {
             Self::Tf32 => "tf32",
             Self::Fp16 => "fp16",
             Self::Bf16 => "bf16",
+            Self::Fp8 => "fp8",
         })
     }
 }
 
 /// The error of a name that is not a precision.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{name:?} is not a precision; use fp32, tf32, fp16 or bf16")]
+#[error("{name:?} is not a precision; use fp32, tf32, fp16, bf16 or fp8")]
 pub struct ParsePrecisionError {
     name: String,
 }
@@ -408,11 +449,36 @@ mod tests {
             assert_eq!(precision.to_string().parse(), Ok(precision));
         }
         assert_eq!("BF16".parse(), Ok(Precision::Bf16));
-        let error = "fp8".parse::<Precision>().unwrap_err().to_string();
+        let error = "int8".parse::<Precision>().unwrap_err().to_string();
         assert!(
-            error.contains("fp8") && error.contains("use fp32, tf32"),
+            error.contains("int8") && error.contains("use fp32, tf32"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn fp8_is_refused_where_no_tensor_core_multiplies_it() {
+        for capability in [(8, 9), (9, 0), (10, 0), (12, 0), (13, 0)] {
+            let gpu = Device::Cuda(0);
+            assert!(
+                Precision::Fp8
+                    .check_capability(gpu, Some(capability))
+                    .is_ok()
+            );
+            assert_eq!(Precision::Fp8.warning_on_cuda(capability), None);
+        }
+        let ampere = Precision::Fp8.check_capability(Device::Cuda(0), Some((8, 0)));
+        let message = ampere.unwrap_err().to_string();
+        assert!(
+            message.contains("(Ampere)") && message.contains("8.9"),
+            "{message}"
+        );
+        let message = Precision::Fp8.check(Device::Cpu).unwrap_err().to_string();
+        assert!(
+            message.contains("bf16") && message.contains("(Cpu)"),
+            "{message}"
+        );
+        assert!(Precision::Bf16.check(Device::Cpu).is_ok());
     }
 
     #[test]

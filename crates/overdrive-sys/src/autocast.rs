@@ -3,6 +3,8 @@
 //! A [`Region`] restores the state; the other functions change it until it is changed again. The guards of
 //! overdrive-precision are meant for general use.
 
+use std::cell::Cell;
+
 use tch::{Device, Kind};
 
 use crate::device::{device_type, kind, scalar_type};
@@ -17,6 +19,13 @@ pub struct State {
     pub enabled: bool,
     /// The dtype that they cast to.
     pub dtype: Kind,
+    /// If `true` in an enabled region, overdrive-fused multiplies linear layers in FP8. libtorch has no such state.
+    pub fp8: bool,
+}
+
+thread_local! {
+    /// [`State::fp8`] of CPUs and of all other devices.
+    static FP8: Cell<[bool; 2]> = const { Cell::new([false; 2]) };
 }
 
 /// Returns the state for the type of `device`.
@@ -33,9 +42,11 @@ pub fn state(device: Device) -> Result<State> {
         operation: "reading the autocast state".to_owned(),
         message: format!("libtorch casts to its scalar type {dtype}, for which tch has no `Kind`"),
     })?;
+    let [cpu, others] = FP8.get();
     Ok(State {
         enabled: enabled != 0,
         dtype,
+        fp8: if device == Device::Cpu { cpu } else { others },
     })
 }
 
@@ -52,7 +63,35 @@ pub fn set_state(device: Device, state: State) -> Result<()> {
     // SAFETY: plain values.
     let status =
         unsafe { ffi::od_autocast_set(device_type(device), i32::from(state.enabled), dtype) };
-    check(status, "setting the autocast state")
+    check(status, "setting the autocast state")?;
+    let [cpu, others] = FP8.get();
+    FP8.set(match device {
+        Device::Cpu => [state.fp8, others],
+        _ => [cpu, state.fp8],
+    });
+    Ok(())
+}
+
+/// A part of an autocast region without FP8, which ends when it is dropped: for a head or a router, whose results need
+/// more digits. Drop such parts in the reverse order of their creation.
+#[derive(Debug)]
+#[must_use = "the part ends when it is dropped"]
+pub struct WithoutFp8 {
+    before: [bool; 2],
+}
+
+impl WithoutFp8 {
+    /// Begins the part on this thread.
+    pub fn enter() -> Self {
+        let before = FP8.replace([false; 2]);
+        Self { before }
+    }
+}
+
+impl Drop for WithoutFp8 {
+    fn drop(&mut self) {
+        FP8.set(self.before);
+    }
 }
 
 /// Returns `true` if casts of weights are cached until the outermost autocast region ends.

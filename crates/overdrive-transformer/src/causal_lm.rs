@@ -195,7 +195,7 @@ impl CausalLm {
             None if config.tie_word_embeddings() => Linear::new(tied, bias)?,
             None => Linear::dense(parameter_map.take("lm_head.weight")?, bias)?,
         };
-        let head = head.with_name("lm_head");
+        let head = head.with_name("lm_head").without_fp8();
         let vision = config.vision();
         let vision = vision.map(|vision| VisionTower::take(&mut parameter_map, vision));
         Ok(CausalLm {

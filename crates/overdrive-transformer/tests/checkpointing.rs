@@ -5,7 +5,7 @@
 
 use std::sync::Mutex;
 
-use overdrive_precision::autocast;
+use overdrive_precision::Precision;
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, CheckpointOptions, Execution, ExpertsConfig, Gpt2Config,
     InitOptions, LabelShift, LlamaConfig, LlamaFamily, ModelConfig, SavePolicy, Schedule,
@@ -66,11 +66,11 @@ fn gpt2() -> ModelConfig {
 }
 
 /// The loss and all gradients of one step from a fixed seed.
-fn step(model: &CausalLm, low: bool) -> (f64, Vec<(String, Tensor)>) {
+fn step(model: &CausalLm, precision: Precision) -> (f64, Vec<(String, Tensor)>) {
     tch::manual_seed(3);
     let ids = Tensor::randint(64, [2, 24], (Kind::Int64, Device::Cpu));
     let loss = {
-        let _autocast = low.then(|| autocast(Device::Cpu, Kind::BFloat16).unwrap());
+        let _autocast = precision.autocast(Device::Cpu).unwrap();
         model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap()
     };
     let mean = loss.mean().unwrap();
@@ -95,12 +95,18 @@ fn gradients_of_a_checkpointed_model_with_dropout_are_those_of_the_plain_one_bit
         model.set_requires_grad(true).unwrap();
         model.set_training(true).unwrap();
         for attention in AttentionImplementation::ALL {
-            for (fused, low) in [(true, false), (false, false), (true, true), (false, true)] {
+            for (fused, precision) in [
+                (true, Precision::Fp32),
+                (false, Precision::Fp32),
+                (true, Precision::Bf16),
+                (false, Precision::Bf16),
+                (true, Precision::Fp8),
+            ] {
                 let mut execution = Execution::default();
                 execution.fused_kernels = fused;
                 execution.attention = attention;
                 model.set_execution(execution.clone());
-                let (plain_loss, plain) = step(&model, low);
+                let (plain_loss, plain) = step(&model, precision);
                 for (schedule, policy) in [
                     (Schedule::EveryBlock, SavePolicy::Nothing),
                     (Schedule::EveryNth(2), SavePolicy::Nothing),
@@ -108,11 +114,11 @@ fn gradients_of_a_checkpointed_model_with_dropout_are_those_of_the_plain_one_bit
                     (Schedule::EveryBlock, SavePolicy::MatmulsAndAttention),
                 ] {
                     let what =
-                        format!("{attention} fused {fused} bf16 {low} {schedule:?} {policy:?}");
+                        format!("{attention} fused {fused} {precision} {schedule:?} {policy:?}");
                     execution.checkpointing = schedule;
                     execution.checkpoint_options = CheckpointOptions::keeping(policy);
                     model.set_execution(execution.clone());
-                    let (loss, gradients) = step(&model, low);
+                    let (loss, gradients) = step(&model, precision);
                     assert_eq!(loss, plain_loss, "{what}");
                     for ((name, gradient), (_, expected)) in gradients.iter().zip(&plain) {
                         assert_eq!(gradient, expected, "{what}: {name}");
@@ -128,9 +134,9 @@ fn dropout_makes_a_difference_in_these_tests() {
     let _alone = GENERATOR.lock().unwrap();
     let mut model = CausalLm::new(&llama(), &InitOptions::default()).unwrap();
     model.set_requires_grad(true).unwrap();
-    let without = step(&model, false).0;
+    let without = step(&model, Precision::Fp32).0;
     model.set_training(true).unwrap();
-    assert_ne!(step(&model, false).0, without);
+    assert_ne!(step(&model, Precision::Fp32).0, without);
 }
 
 #[test]
@@ -149,7 +155,7 @@ fn the_noise_of_routers_applies_in_training_alone() {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
         model.set_requires_grad(true).unwrap();
         model.set_training(training).unwrap();
-        losses.push(step(&model, false).0);
+        losses.push(step(&model, Precision::Fp32).0);
     }
     assert_eq!(losses[0], losses[1]);
     assert_ne!(losses[0], losses[2]);

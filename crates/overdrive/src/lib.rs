@@ -5,7 +5,7 @@
 //!
 //! | module | feature | what it does |
 //! |---|---|---|
-//! | [`precision`] | `precision` | autocast on any device, `GradScaler`, TF32, which precision to use |
+//! | [`precision`] | `precision` | autocast on any device, `GradScaler`, FP8 training, TF32, which precision to use |
 //! | [`accumulation`] | `accumulation` | token-weighted micro-batches, batch plans, batch-size search |
 //! | [`checkpointing`] | `checkpointing` | activation checkpointing: by block, by segment, by operator, offloaded |
 //! | [`attention`] | `attention` | flash attention: masks, windows, sinks, ALiBi, packed sequences, decode |

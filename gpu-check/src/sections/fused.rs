@@ -11,6 +11,7 @@ use overdrive::precision::Precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
+use crate::finding::Finding;
 use crate::parity::{Run, constant, leaf};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
@@ -19,6 +20,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     rotations(context)?;
     activations(context)?;
     linears(context)?;
+    fp8_linears(context)?;
     losses(context)
 }
 
@@ -28,7 +30,68 @@ pub(super) fn with_kernels(context: &mut Context) -> Result<()> {
     mixed_norms(context)?;
     rotations(context)?;
     activations(context)?;
+    fp8_linears(context)?;
     losses(context)
+}
+
+/// Compares layers in FP8 and their gradients with those of the CPU, whose tests compare them with torchao.
+fn fp8_linears(context: &mut Context) -> Result<()> {
+    let device = context.device();
+    let (inputs, outputs) = (context.sized(2048, 64), context.sized(1024, 48));
+    // 30 rows are filled up to 32 for the gradient of the weight.
+    for (rows, kind) in [
+        (256, Kind::BFloat16),
+        (30, Kind::BFloat16),
+        (64, Kind::Float),
+    ] {
+        context.check(format!("linear in FP8, {rows} rows in {kind:?}"), || {
+            if device != Device::Cpu
+                && let Err(refusal) = Precision::Fp8.check(device)
+            {
+                return Ok(Finding::skipped_allowed(refusal.to_string()));
+            }
+            let draw = |size: [i64; 2]| Tensor::f_randn(size, (Kind::Float, Device::Cpu));
+            let given = [
+                draw([rows, inputs])?.f_to_kind(kind)?,
+                (draw([outputs, inputs])? / (inputs as f64).sqrt()),
+            ];
+            let dy = (draw([rows, outputs])? * 1e-4).f_to_kind(Kind::BFloat16)?;
+            let on = |device: Device| -> Result<Vec<Tensor>> {
+                let leaf = |tensor: &Tensor| -> Result<Tensor> {
+                    Ok(tensor
+                        .f_to_device(device)?
+                        .f_detach()?
+                        .f_set_requires_grad(true)?)
+                };
+                let (x, weight) = (leaf(&given[0])?, leaf(&given[1])?);
+                let y = {
+                    let _autocast = Precision::Fp8.autocast(device)?;
+                    linear(&x, &weight, None)?
+                };
+                let loss = y.f_mul(&dy.f_to_device(device)?)?.f_sum(Kind::Float)?;
+                let gradients = Tensor::f_run_backward(&[&loss], &[&x, &weight], false, false)?;
+                let results = std::iter::once(y.f_detach()?).chain(gradients);
+                let to_cpu = |tensor: Tensor| {
+                    Ok(tensor.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?)
+                };
+                results.map(to_cpu).collect()
+            };
+            let mut worst: f64 = 0.0;
+            for (found, expected) in on(device)?.iter().zip(on(Device::Cpu)?) {
+                let largest = expected.f_abs()?.f_max()?.f_double_value(&[])?;
+                let error = found
+                    .f_sub(&expected)?
+                    .f_abs()?
+                    .f_max()?
+                    .f_double_value(&[])?;
+                worst = worst.max(error / largest);
+            }
+            // The codes are equal; the sums are added in another order, those of the result with fewer digits.
+            let finding = Finding::judged(worst < 1e-2, "other results than those of the CPU");
+            Ok(finding.with("largest error", worst))
+        })?;
+    }
+    Ok(())
 }
 
 fn norms(context: &mut Context) -> Result<()> {

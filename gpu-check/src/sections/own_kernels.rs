@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::finding::Finding;
 
 /// The kernels that each group of checks has to launch; the section `decode_kernel` launches the others.
-const FUSED: [&str; 7] = [
+const FUSED: [&str; 9] = [
     "rms_norm_forward",
     "rms_norm_backward",
     "glu_forward",
@@ -13,6 +13,8 @@ const FUSED: [&str; 7] = [
     "rotary_split",
     "rotary_join",
     "cross_entropy",
+    "fp8_amax",
+    "fp8_cast",
 ];
 const QUANTIZED: [&str; 5] = [
     "few_bits",

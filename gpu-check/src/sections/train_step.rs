@@ -55,14 +55,14 @@ pub(super) fn shape(context: &Context) -> Result<Shape> {
     })
 }
 
-/// A way to run the step: its name, its implementations, and whether overdrive-gpu's kernels are used if that is not
-/// the default.
-type Case = (String, Execution, Option<bool>);
+/// A way to run the step: its name, its implementations, whether overdrive-gpu's kernels are used if that is not the
+/// default, and its precision if that is not bf16.
+type Case = (String, Execution, Option<bool>, Option<Precision>);
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     let shape = shape(context)?;
-    let default = ("Overdrive".to_owned(), Execution::default(), None);
+    let default = ("Overdrive".to_owned(), Execution::default(), None, None);
     overdrive(context, shape, vec![default])?;
     // The other side before our variants, which tell less, while all of the memory is its own.
     pytorch(context, shape)?;
@@ -72,17 +72,35 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     unfused.fused_kernels = false;
     let mut variants = Vec::new();
     if let Some((on, name)) = other_kernels(device)? {
-        variants.push((format!("Overdrive, {name}"), Execution::default(), Some(on)));
+        variants.push((
+            format!("Overdrive, {name}"),
+            Execution::default(),
+            Some(on),
+            None,
+        ));
+    }
+    if Precision::Fp8.check(device).is_ok() {
+        // With the kernels that convert to FP8, which no report verifies yet, and without.
+        for (name, on) in [("own kernels", true), ("operators of libtorch", false)] {
+            variants.push((
+                format!("Overdrive, FP8 by {name}"),
+                Execution::default(),
+                Some(on),
+                Some(Precision::Fp8),
+            ));
+        }
     }
     variants.push((
         "Overdrive, every block recomputed".to_owned(),
         every_block,
+        None,
         None,
     ));
     variants.push((
         "Overdrive, operators of libtorch".to_owned(),
         unfused,
         Some(false),
+        None,
     ));
     overdrive(context, shape, variants)
 }
@@ -93,9 +111,10 @@ fn overdrive(context: &mut Context, shape: Shape, cases: Vec<Case>) -> Result<()
     let rounds = context.sized(5, 2);
     // The model of a gigabyte of weights is made once.
     let mut step = of_step(Step::new(shape, device))?;
-    let precision = context.sized(Precision::Bf16, Precision::Fp32);
-    for (name, execution, kernels) in cases {
+    let usual = context.sized(Precision::Bf16, Precision::Fp32);
+    for (name, execution, kernels, precision) in cases {
         let is_default = kernels.is_none() && execution == Execution::default();
+        let precision = precision.unwrap_or(usual);
         step = step.with_precision(precision).with_execution(execution);
         let measured = &mut step;
         context.check(format!("{name} in {precision}"), || {

@@ -11,6 +11,7 @@ fn autocast_casts_all_three_as_pytorchs_does() {
     let on = State {
         enabled: true,
         dtype: Kind::BFloat16,
+        fp8: false,
     };
     let before = autocast::state(Device::Cpu).unwrap();
     autocast::set_state(Device::Cpu, on).unwrap();

@@ -5,5 +5,6 @@ mod activation;
 mod common;
 mod cross_entropy;
 mod few_rows;
+mod fp8;
 mod rms_norm;
 mod rotary;

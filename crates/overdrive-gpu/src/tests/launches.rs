@@ -13,7 +13,7 @@ use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
 use crate::{
     AdamFactors, CodedAverage, EightBitNumbers, EightBitWeight, FourBitNumbers, FourBitScales,
-    FourBitWeight, GateActivation, LossTerms, RotaryTables,
+    FourBitWeight, Fp8Format, GateActivation, LossTerms, RotaryTables,
 };
 
 const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
@@ -225,6 +225,32 @@ fn adam(stand_in: &StandIn, kind: Kind) {
     }
 }
 
+fn fp8(stand_in: &StandIn, kind: Kind) {
+    for (rows, width) in [(16, 64), (70, 144)] {
+        for format in [Fp8Format::E4m3, Fp8Format::E5m2] {
+            for columns in [false, true] {
+                let x = empty(&[rows, width], kind);
+                let matrix = stand_in
+                    .kernels
+                    .to_fp8(&x, format, columns)
+                    .unwrap()
+                    .unwrap();
+                assert_eq!(matrix.codes.size(), [rows, width]);
+                let padded = (rows + 15) / 16 * 16;
+                let expected = columns.then(|| vec![width, padded]);
+                assert_eq!(matrix.columns.map(|columns| columns.size()), expected);
+            }
+        }
+    }
+    // More blocks than partial maxima.
+    let large = empty(&[1040, 4112], kind);
+    let matrix = stand_in.kernels.to_fp8(&large, Fp8Format::E5m2, false);
+    assert!(matrix.unwrap().is_some());
+    let narrow = empty(&[16, 24], kind);
+    let refused = stand_in.kernels.to_fp8(&narrow, Fp8Format::E4m3, true);
+    assert!(refused.unwrap().is_none());
+}
+
 /// Returns numbers of rows: for f32 one of each kernel and several blocks, for the others one of each kernel.
 fn rows_of(kind: Kind) -> &'static [i64] {
     match kind {
@@ -411,6 +437,7 @@ fn every_variant_is_launched_as_the_interpreter_proves_it() {
         rotations(&stand_in, kind);
         losses(&stand_in, kind);
         adam(&stand_in, kind);
+        fp8(&stand_in, kind);
         four_bit(&stand_in, kind);
         eight_bit(&stand_in, kind);
         decode(&stand_in, kind);

@@ -349,6 +349,7 @@ fn autocast_sets_the_kind() {
     let state = overdrive_sys::autocast::State {
         enabled: true,
         dtype: Kind::BFloat16,
+        fp8: false,
     };
     // The state belongs to this thread, which ends with the test.
     overdrive_sys::autocast::set_state(Device::Cpu, state).unwrap();

@@ -24,34 +24,35 @@ impl TrainingArguments {
         execution
     }
 
-    /// Returns the precision that `bf16`, `fp16` and `tf32` select. Fine-tuning may train in another one, so
+    /// Returns the precision that `bf16`, `fp16`, `fp8` and `tf32` select. Fine-tuning may train in another one, so
     /// programs take the precision from `apply`.
     pub fn precision(&self) -> Precision {
-        // bf16 and fp16 exclude each other, which `validate` checks.
-        if self.bf16 {
-            Precision::Bf16
-        } else if self.fp16 {
-            Precision::Fp16
-        } else if self.tf32 == Some(true) {
-            Precision::Tf32
-        } else {
-            Precision::Fp32
+        // The first three exclude each other, which `validate` checks.
+        match (self.bf16, self.fp16, self.fp8) {
+            (true, _, _) => Precision::Bf16,
+            (_, true, _) => Precision::Fp16,
+            (_, _, true) => Precision::Fp8,
+            _ if self.tf32 == Some(true) => Precision::Tf32,
+            _ => Precision::Fp32,
         }
     }
 
-    /// Sets `bf16`, `fp16` and `tf32` to `precision`, and `auto_precision` to `false`.
+    /// Sets `bf16`, `fp16`, `fp8` and `tf32` to `precision`, and `auto_precision` to `false`.
     pub fn set_precision(&mut self, precision: Precision) {
-        (self.bf16, self.fp16, self.tf32) = precision_keys(precision);
+        self.select(precision);
         self.auto_precision = false;
     }
-}
 
-/// Returns the values of `bf16`, `fp16` and `tf32` that select a precision.
-pub(crate) fn precision_keys(precision: Precision) -> (bool, bool, Option<bool>) {
-    match precision {
-        Precision::Bf16 => (true, false, None),
-        Precision::Fp16 => (false, true, None),
-        Precision::Tf32 => (false, false, Some(true)),
-        Precision::Fp32 => (false, false, None),
+    /// Sets the keys that select a precision.
+    pub(crate) fn select(&mut self, precision: Precision) {
+        self.bf16 = precision == Precision::Bf16;
+        self.fp16 = precision == Precision::Fp16;
+        self.fp8 = precision == Precision::Fp8;
+        self.tf32 = (precision == Precision::Tf32).then_some(true);
+    }
+
+    /// Returns `true` if a key selects the precision.
+    pub(crate) fn selects_precision(&self) -> bool {
+        self.bf16 || self.fp16 || self.fp8 || self.tf32.is_some()
     }
 }

@@ -98,12 +98,12 @@ options! {
             /// If `true`, the weights of the blocks are quantized to 4 bits while they are loaded (QLoRA). Default
             /// `false`.
             load_in_4bit: bool = false =>
-                Finetune("", spellings: &["use_4bit"], excludes: "load_in_8bit", harmless: Only("false"),
+                Finetune("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only("false"),
                     instead: TRAINED);
             /// If `true`, the weights of the blocks are quantized to 8 bits while they are loaded (LLM.int8). Default
             /// `false`.
             load_in_8bit: bool = false =>
-                Finetune("", excludes: "load_in_4bit", harmless: Only("false"), instead: TRAINED);
+                Finetune("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
             /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
             bnb_4bit_quant_type: Quant4Type = Quant4Type::default() => Finetune("NAME", harmless: Any);
             /// If `true`, the scales of the blocks are quantized as well. Default `false`.
@@ -183,13 +183,15 @@ impl FinetuneArguments {
         Some(options)
     }
 
-    /// Returns the precision of the run: that of `bf16`, `fp16` and `tf32`, or if they are not set, the compute
+    /// Returns the precision of the run: that of `bf16`, `fp16`, `fp8` and `tf32`, or if they are not set, the compute
     /// dtype of 4-bit weights.
     pub fn precision(&self) -> Precision {
         // As in bitsandbytes: half precision of 4-bit matmuls implies autocast for the rest.
         let training = &self.training;
         match self.bnb_4bit_compute_dtype {
-            _ if !self.load_in_4bit || training.bf16 || training.fp16 => training.precision(),
+            _ if !self.load_in_4bit || training.bf16 || training.fp16 || training.fp8 => {
+                training.precision()
+            }
             ComputeDtype::Float32 => training.precision(),
             ComputeDtype::Bfloat16 => Precision::Bf16,
             ComputeDtype::Float16 => Precision::Fp16,

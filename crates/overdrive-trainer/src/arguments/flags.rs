@@ -212,11 +212,9 @@ impl Key {
         };
         let help = self.help_with_values::<A>(&long, defaults);
         let arg = Arg::new(self.name).long(&long).help(help);
-        let arg = arg.aliases(self.aliases(&long)).conflicts_with_all(
-            rows_of(A::PROGRAM)
-                .filter(|other| other.name == self.excludes)
-                .map(|other| other.name),
-        );
+        let excluded = rows_of(A::PROGRAM).filter(|other| self.excludes.contains(&other.name));
+        let arg = arg.conflicts_with_all(excluded.map(|other| other.name));
+        let arg = arg.aliases(self.aliases(&long));
         if self.value.is_empty() {
             let off = format!("no-{long}");
             let no = Arg::new(off_id(self.name)).long(&off).hide(true);

@@ -63,8 +63,8 @@ pub(super) struct Key {
     /// The documentation in fine-tuning, if it differs.
     pub(super) help_of_finetune: Option<&'static str>,
     pub(super) range: Range,
-    /// A key that this one contradicts: setting this one resets it in the layers below, and the flags conflict.
-    pub(super) excludes: &'static str,
+    /// The keys that this one contradicts: setting this one resets them in the layers below, and the flags conflict.
+    pub(super) excludes: &'static [&'static str],
     /// The values that a program accepts without reading the key.
     pub(super) harmless: Harmless,
     /// The remedy in the error about a refused value.
@@ -157,7 +157,7 @@ impl Key {
         documentation: "",
         help_of_finetune: None,
         range: Range::Any,
-        excludes: "",
+        excludes: &[],
         harmless: Harmless::Null,
         instead: "",
         per_rank: false,

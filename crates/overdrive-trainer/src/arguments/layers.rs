@@ -49,8 +49,8 @@ pub(crate) mod sealed {
 /// only the keys that it contains.
 ///
 /// Some keys reset a key of the layers below that would override or contradict them: `num_train_epochs`
-/// resets `max_steps`, `warmup_ratio` resets `warmup_steps`, and of `bf16` and `fp16` the one in the upper
-/// layer counts.
+/// resets `max_steps`, `warmup_ratio` resets `warmup_steps`, and of `bf16`, `fp16` and `fp8` the one in
+/// the upper layer counts.
 ///
 /// ```
 /// use overdrive_trainer::{Layers, Preset};

@@ -35,7 +35,6 @@ pub use model::ModelArguments;
 pub use training::TrainingArguments;
 
 pub(crate) use data::is_token_file;
-pub(crate) use execution::precision_keys;
 pub(crate) use format::read_file;
 pub(crate) use key::plain;
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};

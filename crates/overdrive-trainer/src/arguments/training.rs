@@ -93,7 +93,7 @@ options! {
                 Train("NAME", harmless: Only("\"documents\""),
                     instead: "each example is a sequence: drop the key, and write `packing: true` for rows without padding");
             /// If `true`, as many documents as fit are packed into a row. Default `false`.
-            packing: bool = false => Both("", orders_data: true, excludes: "group_by_length");
+            packing: bool = false => Both("", orders_data: true, excludes: &["group_by_length"]);
             /// The assignment of documents to packed rows. Default `bfd`.
             packing_strategy: PackingStrategy = PackingStrategy::default() => Both("NAME");
             /// If `true`, the documents of a batch are concatenated instead of padded. Default `false`.
@@ -101,7 +101,7 @@ options! {
             /// The number of which the padded length of a batch is made a multiple. Default 1.
             pad_to_multiple_of: usize = 1 => Both("N", range: AtLeast(1));
             /// If `true`, documents of similar lengths form a batch. Default `false`.
-            group_by_length: bool = false => Both("", orders_data: true, excludes: "packing");
+            group_by_length: bool = false => Both("", orders_data: true, excludes: &["packing"]);
             /// The column of numbers that replaces the token counts in `group_by_length`, if the records have it.
             /// Default `length`.
             length_column_name: String = DEFAULT_LENGTH_COLUMN.to_owned() =>
@@ -130,7 +130,7 @@ options! {
             max_steps: i64 = -1 => Both("N", flag: Some("steps"), spellings: &["steps", "max_iters"]);
             /// The number of epochs, if `max_steps` is not above 0. Default 3.
             num_train_epochs: f64 = 3.0 =>
-                Both("X", flag: Some("epochs"), spellings: &["epochs", "num_epochs"], excludes: "max_steps");
+                Both("X", flag: Some("epochs"), spellings: &["epochs", "num_epochs"], excludes: &["max_steps"]);
             /// The number of sequences in a micro-batch, per device. Default 8.
             per_device_train_batch_size: u64 = 8 =>
                 Both("N", range: AtLeast(1), flag: Some("micro-batch-size"),
@@ -149,11 +149,11 @@ options! {
             lr_scheduler_kwargs: ScheduleOptions = ScheduleOptions::default() => Both("JSON");
             /// The warm-up as a fraction of all steps, 0 to 1. Default 0.
             warmup_ratio: f64 = 0.0 =>
-                Both("FRACTION", range: Fraction, excludes: "warmup_steps",
+                Both("FRACTION", range: Fraction, excludes: &["warmup_steps"],
                     instead: "for a number of steps use `warmup_steps`");
             /// The number of warm-up steps; below 1 a fraction of all steps. Overrides `warmup_ratio` if above 0.
             /// Default 0.
-            warmup_steps: f64 = 0.0 => Both("N", range: StepsOrZero, excludes: "warmup_ratio");
+            warmup_steps: f64 = 0.0 => Both("N", range: StepsOrZero, excludes: &["warmup_ratio"]);
             /// The global norm to which larger gradients are scaled down; 0 for no clipping. Default 1.
             max_grad_norm: f64 = 1.0 => Both("X", range: NotNegative);
             /// The optimizer.
@@ -228,7 +228,7 @@ options! {
             report_to: Vec<ReportTo> = Vec::new() => Both("NAME", per_rank: true, list: Names);
             /// The file for a Chrome trace (Perfetto) of the sixth to eighth step, recorded by libtorch's profiler.
             /// Default: no trace.
-            trace: Option<PathBuf> = None => Both("FILE", per_rank: true, excludes: "emit_nvtx");
+            trace: Option<PathBuf> = None => Both("FILE", per_rank: true, excludes: &["emit_nvtx"]);
             /// If `true`, operators and phases are marked as NVTX ranges for `nsys profile -t cuda,nvtx`. Default `false`.
             emit_nvtx: bool = false => Both("", per_rank: true);
         }
@@ -243,15 +243,19 @@ options! {
             attn_implementation: AttentionImplementation = AttentionImplementation::default() => Both("NAME");
             /// If `true`, norms, rotary embeddings, gates and the loss use one fused kernel each. Default `true`.
             fused_kernels: bool = true => Both("");
-            /// If `true`, the run trains in the recommended precision of the device unless `bf16`, `fp16` or `tf32` is
+            /// If `true`, the run trains in the recommended precision of the device unless `bf16`, `fp16`, `fp8` or `tf32` is
             /// given; a resumed run keeps its own. Default `true`.
             auto_precision: bool = true =>
                 Train("", harmless: Only("false"),
                     instead: "fine-tuning is in fp32 unless `bf16` or `fp16` is given: drop the key, and give one of them");
             /// If `true`, autocast to bfloat16 is on. Default `false`.
-            bf16: bool = false => Both("", excludes: "fp16");
+            bf16: bool = false => Both("", excludes: &["fp16", "fp8"]);
             /// If `true`, autocast to float16 with loss scaling is on. Default `false`.
-            fp16: bool = false => Both("", excludes: "bf16");
+            fp16: bool = false => Both("", excludes: &["bf16", "fp8"]);
+            /// If `true`, autocast to bfloat16 is on, and linear layers are multiplied in FP8 with a scale for each tensor; it
+            /// needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell). Heads and norms stay in bfloat16.
+            /// Default `false`.
+            fp8: bool = false => Both("", excludes: &["bf16", "fp16"]);
             /// If `true`, CUDA matmuls use TensorFloat-32. Default: libtorch's setting.
             tf32: Option<bool> = None => Both("");
             /// If `true`, training runs on the CPU even if there is a GPU. Default `false`.

@@ -65,6 +65,8 @@ impl TrainingArguments {
             // A layer that sets one resets the other, so both come from the same file or from code.
             (self.bf16 && self.fp16, "bf16", &true,
                 "false if `fp16` is true; drop one, or add `--no-fp16` or `--no-bf16`"),
+            (self.fp8 && (self.bf16 || self.fp16), "fp8", &true,
+                "false if `bf16` or `fp16` is true; drop one, or add `--no-fp8`, `--no-fp16` or `--no-bf16`"),
             (!missing.is_empty(), "report_to", &missing, &not_built),
         ])?;
         self.validate_loading()?;

@@ -34,7 +34,7 @@ impl TrainingArguments {
             MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
         plan.precision = match precision {
             // Under autocast parameters stay in fp32, with copies in half precision.
-            Precision::Fp16 | Precision::Bf16 => MemoryPrecision::Autocast,
+            Precision::Fp16 | Precision::Bf16 | Precision::Fp8 => MemoryPrecision::Autocast,
             _ => MemoryPrecision::Fp32,
         };
         plan.attention = match self.attn_implementation {

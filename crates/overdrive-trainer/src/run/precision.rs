@@ -7,54 +7,56 @@ use tch::Device;
 
 use super::folder::RunFolder;
 use crate::Result;
-use crate::arguments::{TrainingArguments, precision_keys, read_file};
-
-/// A choice for the keys `bf16`, `fp16` and `tf32`, and its reason.
-type Choice = ((bool, bool, Option<bool>), String);
+use crate::arguments::{TrainingArguments, read_file};
 
 impl TrainingArguments {
     /// Sets `bf16` or `fp16` to the recommended precision of `device` if `auto_precision` is set and none of
-    /// `bf16`, `fp16` and `tf32` is. Returns the choice and its reason, for a log line.
+    /// `bf16`, `fp16`, `fp8` and `tf32` is. Returns the choice and its reason, for a log line.
     ///
     /// A run that is resumed keeps the precision of its stored arguments. Rank 0 chooses for all processes.
     /// Call it before [`apply`](Self::apply).
     ///
     /// # Errors
-    /// An error of reading the stored arguments, or of the group.
+    /// An error of reading the stored arguments, or of the group; an error if `device` cannot train in the precision.
     pub fn choose_precision(
         &mut self,
         group: &ProcessGroup,
         device: Device,
     ) -> Result<Option<String>> {
-        if !self.auto_precision || self.bf16 || self.fp16 || self.tf32.is_some() {
-            return Ok(None);
+        let mut line = None;
+        if self.auto_precision && !self.selects_precision() {
+            // The recommendation on a CPU depends on the number of threads.
+            self.set_threads()?;
+            let (precision, reason) = match group.world_size() {
+                1 => self.choice(device)?,
+                _ => group.on_main("choose the precision", || self.choice(device))?,
+            };
+            self.select(precision);
+            line = Some(format!("{precision} ({reason})"));
         }
-        // The recommendation on a CPU depends on the number of threads.
-        self.set_threads()?;
-        let ((bf16, fp16, tf32), reason) = match group.world_size() {
-            1 => self.choice(device)?,
-            _ => group.on_main("choose the precision", || self.choice(device))?,
-        };
-        (self.bf16, self.fp16, self.tf32) = (bf16, fp16, tf32);
-        Ok(Some(format!("{} ({reason})", self.precision())))
+        self.precision().check(device)?;
+        Ok(line)
     }
 
-    fn choice(&self, device: Device) -> Result<Choice> {
+    fn choice(&self, device: Device) -> Result<(Precision, String)> {
         if let Some(run) = RunFolder::to_resume(self)? {
             let stored = read_file(&run.arguments())?;
-            let flag = |key: &str| stored.get(key).and_then(Value::as_bool);
-            let keys = (
-                flag("bf16") == Some(true),
-                flag("fp16") == Some(true),
-                flag("tf32"),
-            );
-            return Ok((keys, "as in the run that is resumed".to_owned()));
+            let is_set = |key: &str| stored.get(key).and_then(Value::as_bool) == Some(true);
+            let before = Self {
+                bf16: is_set("bf16"),
+                fp16: is_set("fp16"),
+                fp8: is_set("fp8"),
+                tf32: Some(is_set("tf32")),
+                ..self.clone()
+            };
+            return Ok((
+                before.precision(),
+                "as in the run that is resumed".to_owned(),
+            ));
         }
         let recommended = Precision::recommend(device);
-        Ok((
-            precision_keys(recommended.precision),
-            format!("{}; off: --no-auto-precision", recommended.reason),
-        ))
+        let reason = format!("{}; off: --no-auto-precision", recommended.reason);
+        Ok((recommended.precision, reason))
     }
 
     /// Sets the number of libtorch's threads if `threads` is set.

@@ -25,7 +25,8 @@ impl TrainingArguments {
     ) -> Result<StepRecorder> {
         let kind = match precision {
             Precision::Fp16 => Kind::Half,
-            Precision::Bf16 => Kind::BFloat16,
+            // The MFU of FP8 is that of bf16, as in torchtitan: above 1 if FP8 gains more than bf16 can.
+            Precision::Bf16 | Precision::Fp8 => Kind::BFloat16,
             _ => Kind::Float,
         };
         Ok(StepRecorder::new(StepRecorderConfig {

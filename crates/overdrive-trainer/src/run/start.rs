@@ -71,6 +71,7 @@ impl TrainingRun {
         let fingerprints = options.fingerprints.map_or_else(own, Ok)?;
         let first = parameters.first();
         let device = first.map_or(Device::Cpu, |(_, parameter)| parameter.device());
+        precision.check(device)?;
         let ddp = arguments.data_parallel(&group, shared(&parameters))?;
         let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), ddp)?
             .with_scaler(precision.new_scaler()?);

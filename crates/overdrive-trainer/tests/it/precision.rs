@@ -84,6 +84,28 @@ fn a_dtype_that_is_switched_off_or_named_is_not_replaced_by_the_recommended_one(
 }
 
 #[test]
+fn fp8_is_refused_where_no_tensor_core_multiplies_it() {
+    let mut arguments = TrainingArguments {
+        fp8: true,
+        ..Preset::Tiny.arguments()
+    };
+    assert_eq!(arguments.precision(), Precision::Fp8);
+    let group = ProcessGroup::single();
+    let refused = arguments.choose_precision(&group, Device::Cpu);
+    let message = refused.unwrap_err().to_string();
+    assert!(
+        message.contains("`precision` is fp8") && message.contains("8.9"),
+        "{message}"
+    );
+    let both = TrainingArguments {
+        bf16: true,
+        ..arguments
+    };
+    let message = both.validate().unwrap_err().to_string();
+    assert!(message.contains("`fp8` is true"), "{message}");
+}
+
+#[test]
 fn a_resumed_run_keeps_the_precision_of_its_stored_arguments() {
     // On every machine at least two of these are not the recommended precision.
     for (bf16, fp16, tf32) in [

@@ -113,7 +113,7 @@ impl Head {
             dense: dense.transpose()?,
             activation,
             norm: norm.transpose()?,
-            output,
+            output: output.map(Linear::without_fp8),
         })
     }
 

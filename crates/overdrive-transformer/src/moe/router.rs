@@ -59,7 +59,9 @@ impl Router {
         let corrected = config.family == LlamaFamily::DeepseekV3;
         let correction = corrected.then(|| parameters.take(&correction_name(prefix)));
         Ok(Router {
-            gate: parameters.take_linear(&name, config.has_mlp_bias())?,
+            gate: parameters
+                .take_linear(&name, config.has_mlp_bias())?
+                .without_fp8(),
             per_token: experts.num_experts_per_tok,
             normalises: mixtral || gpt_oss || qwen3_vl || experts.norm_topk_prob,
             rounds: !mixtral && !gemma && !config.family.is_deepseek(),

@@ -187,7 +187,7 @@ impl Seq2SeqLm {
             embedding,
             encoder,
             decoder,
-            head: head.with_name("lm_head"),
+            head: head.with_name("lm_head").without_fp8(),
             logits_bias,
             head_scale,
             execution: Execution::default(),

@@ -12,6 +12,7 @@ mod deepseek;
 mod embeddings;
 mod encoders;
 mod experts;
+mod fp8;
 mod gemma;
 mod gguf;
 mod gguf_end_of_text;

@@ -10,11 +10,14 @@ pub(super) fn precision(facts: &MachineFacts) -> Finding {
     let (chosen, best) = (facts.precision, facts.recommended.precision);
     let reason = &facts.recommended.reason;
     let (what, keys) = match &facts.precision_warning {
-        Some(warning) => (format!("{chosen}: {warning}"), "`bf16`, `fp16` and `tf32`"),
+        Some(warning) => (
+            format!("{chosen}: {warning}"),
+            "`bf16`, `fp16`, `fp8` and `tf32`",
+        ),
         None if chosen == best => (format!("{chosen}: {reason}"), ""),
         None => (
             format!("{chosen}, and {best} is recommended: {reason}"),
-            "`bf16`, `fp16`, `tf32` and `auto_precision`",
+            "`bf16`, `fp16`, `fp8`, `tf32` and `auto_precision`",
         ),
     };
     let remedy = format!("leave {keys} out, which selects {best}");

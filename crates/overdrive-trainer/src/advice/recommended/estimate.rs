@@ -1,6 +1,5 @@
 //! The estimate of the memory with adapters and quantized weights.
 
-use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 
 use super::{RecommendedSettings, TrainedWeights};
@@ -20,7 +19,7 @@ pub(super) fn peak(
     shape: DecoderShape,
     length: u64,
 ) -> Result<u64> {
-    let half = matches!(settings.precision, Precision::Bf16 | Precision::Fp16);
+    let half = settings.precision.autocast_dtype().is_some();
     let mut arguments = TrainingArguments {
         context_length: length,
         ..TrainingArguments::default()

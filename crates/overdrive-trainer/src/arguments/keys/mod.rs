@@ -78,12 +78,14 @@ pub(super) fn reset_excluded(
     values: &Map<String, Value>,
     defaults: &Value,
 ) {
-    for key in rows().filter(|key| !key.excludes.is_empty()) {
+    for key in rows() {
         let set = values.get(key.name).is_some_and(|value| {
             value.as_bool().unwrap_or(false) || value.as_f64().is_some_and(|number| number > 0.0)
         });
-        if set && !values.contains_key(key.excludes) {
-            below.insert(key.excludes.to_owned(), defaults[key.excludes].clone());
+        for excluded in key.excludes.iter().copied() {
+            if set && !values.contains_key(excluded) {
+                below.insert(excluded.to_owned(), defaults[excluded].clone());
+            }
         }
     }
 }

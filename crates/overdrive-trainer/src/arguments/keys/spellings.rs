@@ -68,6 +68,7 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
     Translation { names: &["dtype", "torch_dtype", "mixed_precision", "precision"], unless: "", rules: &[
         sets(&["bf16", "bfloat16", "bf16-mixed"], "bf16", "true", " (autocast)"),
         sets(&["fp16", "float16", "half", "16-mixed"], "fp16", "true", " (autocast)"),
+        sets(&["fp8"], "fp8", "true", " (autocast to bf16, linear layers in FP8)"),
         sets(&["fp32", "float32", "32", "32-true", "no"], "auto_precision", "false", " (training without autocast)"),
         nothing(&["auto"], "names no dtype"),
     ] },
