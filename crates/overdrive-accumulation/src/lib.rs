@@ -52,6 +52,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+// The loss of a micro-batch is weighted in accumulator.rs, by the counts of window.rs.
 mod accumulator;
 mod batch_plan;
 mod batch_size_search;

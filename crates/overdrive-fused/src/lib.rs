@@ -45,12 +45,12 @@
 //! [overdrive-gpu]: ../overdrive_gpu/index.html
 #![deny(missing_docs)]
 
-mod activation;
 mod chunk;
 mod composed;
 mod cross_entropy;
 mod error;
 mod fp8;
+mod gated_activation;
 mod gpu;
 mod kernel;
 mod linear;
@@ -61,9 +61,9 @@ mod rotary;
 pub mod rows;
 mod tensors;
 
-pub use activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
 pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
+pub use gated_activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
 pub use linear::{FEW_ROWS, adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};

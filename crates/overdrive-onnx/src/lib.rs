@@ -65,6 +65,7 @@ mod initializer;
 mod layers;
 mod linear;
 mod llama;
+// `Source::of` refuses adapters; linear.rs would write their products.
 mod model_weights;
 mod options;
 pub mod proto;

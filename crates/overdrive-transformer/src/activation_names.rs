@@ -1,5 +1,6 @@
+//! The names of activations. A new one begins at [`Activation`] in overdrive-fused.
+
 use overdrive_fused::Activation;
-use tch::Tensor;
 
 use crate::{Error, Result};
 
@@ -15,21 +16,6 @@ pub(crate) fn activation_named(key: &str, name: &str) -> Result<Activation> {
             key: key.to_owned(),
             found: format!("{other:?}"),
             supported: "silu, gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu".to_owned(),
-        }),
-    }
-}
-
-/// Applies the activation by libtorch's operator.
-pub(crate) fn activate(activation: Activation, x: &Tensor) -> Result<Tensor> {
-    match activation {
-        Activation::Silu => Ok(x.f_silu()?),
-        Activation::Gelu => Ok(x.f_gelu("none")?),
-        Activation::GeluTanh => Ok(x.f_gelu("tanh")?),
-        Activation::Relu => Ok(x.f_relu()?),
-        other => Err(Error::Unsupported {
-            key: "activation".to_owned(),
-            found: format!("{other:?}"),
-            supported: "Silu, Gelu, GeluTanh, Relu".to_owned(),
         }),
     }
 }

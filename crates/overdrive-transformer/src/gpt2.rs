@@ -3,7 +3,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
 
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
 use crate::layer_norm::LayerNorm;
@@ -320,7 +320,7 @@ impl Block {
     fn feed(&self, x: &Tensor) -> Result<Tensor> {
         let normalised = self.mlp_norm.forward(x)?;
         let inner = self.mlp_input.forward_with(&normalised, false)?;
-        let activated = activate(self.activation, &inner)?;
+        let activated = self.activation.apply(&inner)?;
         Ok(self.mlp_output.forward_with(&activated, false)?)
     }
 }

@@ -4,7 +4,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::Linear;
 use tch::Tensor;
 
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;
@@ -120,7 +120,7 @@ impl ParallelBlock {
         let normalised = self.norm.forward(x)?;
         let mixed = dropped(self.attention.forward(&normalised, step)?, dropout)?;
         let inner = self.inner.forward_with(&normalised, fused)?;
-        let fed = activate(self.activation, &inner)?;
+        let fed = self.activation.apply(&inner)?;
         let fed = dropped(self.output.forward_with(&fed, fused)?, dropout)?;
         Ok(mixed.f_add(&fed)?)
     }

@@ -11,7 +11,7 @@ use super::attend::attend;
 use super::config::EncoderConfig;
 use super::input::Rows;
 use super::parameters::qkv_names;
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::config::LayerType;
 use crate::gpt2::dropped;
 use crate::input::ForwardInput;
@@ -432,11 +432,11 @@ impl Block {
         let fused = context.execution.fused_kernels;
         let inner = self.mlp_input.forward_with(x, fused)?;
         let inner = match (self.gated, fused) {
-            (false, _) => activate(self.activation, &inner)?,
+            (false, _) => self.activation.apply(&inner)?,
             (true, true) => glu(&inner, self.activation)?,
             (true, false) => {
                 let halves = inner.f_chunk(2, -1)?;
-                activate(self.activation, &halves[0])?.f_mul(&halves[1])?
+                self.activation.apply(&halves[0])?.f_mul(&halves[1])?
             }
         };
         let inner = dropped(inner, context.dropouts.inner)?;

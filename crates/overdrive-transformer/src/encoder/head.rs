@@ -9,7 +9,7 @@ use super::model::Encoder;
 use super::parameters::head_names;
 use super::{BaseHead, ClassifierHead, EncoderInput, HeadKind, MaskedLmHead};
 use crate::Result;
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
@@ -125,7 +125,7 @@ impl Head {
         let x = dense.forward_with(x, fused)?;
         let x = match self.activation {
             HeadActivation::Tanh => x.f_tanh()?,
-            HeadActivation::Named(activation) => activate(activation, &x)?,
+            HeadActivation::Named(activation) => activation.apply(&x)?,
         };
         match &self.norm {
             Some(norm) => norm.forward(&x),

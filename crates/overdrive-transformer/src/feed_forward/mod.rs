@@ -7,7 +7,7 @@ use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
 use self::clamped_swiglu::ClampedSwiglu;
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::config::ExpertsConfig;
 use crate::moe::{self, ExpertLoad, LoadBalance, MixtureOfExperts};
 use crate::parameters::{ParameterMap, ParameterRole};
@@ -223,7 +223,7 @@ impl GatedMlp {
                     Some(sparsity) => sparsity.forward(&gate)?,
                     None => gate,
                 };
-                activate(activation, &gate)?.f_mul(&up)?
+                activation.apply(&gate)?.f_mul(&up)?
             }
         };
         Ok(self.down.forward_with(&inner, fused)?)

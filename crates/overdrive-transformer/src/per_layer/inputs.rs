@@ -2,7 +2,7 @@ use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
 
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::config::PerLayerConfig;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
@@ -130,7 +130,7 @@ impl InputGate {
     /// Computes the addition to the residual stream `x (B, T, C)` from the layer's `input (B, T, P)`.
     pub(super) fn forward(&self, x: &Tensor, input: &Tensor, fused: bool) -> Result<Tensor> {
         let gate = self.gate.forward_with(x, fused)?;
-        let gated = activate(self.activation, &gate)?.f_mul(input)?;
+        let gated = self.activation.apply(&gate)?.f_mul(input)?;
         let projected = self.projection.forward_with(&gated, fused)?;
         self.norm.forward(&projected, fused)
     }

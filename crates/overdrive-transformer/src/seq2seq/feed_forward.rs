@@ -4,7 +4,6 @@ use tch::Tensor;
 
 use super::block::Context;
 use crate::Result;
-use crate::activation_names::activate;
 use crate::gpt2::dropped;
 use crate::projections::{LinearVisitor, visit_linear};
 
@@ -23,12 +22,12 @@ impl FeedForward {
     pub(super) fn forward(&self, x: &Tensor, context: &Context) -> Result<Tensor> {
         let inner = self.input.forward_with(x, context.fused)?;
         let inner = match &self.gate {
-            None => activate(self.activation, &inner)?,
+            None => self.activation.apply(&inner)?,
             Some(gate) => {
                 let gate = gate.forward_with(x, context.fused)?;
                 match context.fused {
                     true => glu_pair(&inner, &gate, self.activation)?,
-                    false => activate(self.activation, &inner)?.f_mul(&gate)?,
+                    false => self.activation.apply(&inner)?.f_mul(&gate)?,
                 }
             }
         };

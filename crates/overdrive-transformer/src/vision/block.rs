@@ -4,7 +4,7 @@ use overdrive_nn::Linear;
 use tch::Tensor;
 
 use super::tower::EPS;
-use crate::activation_names::{activate, activation_named};
+use crate::activation_names::activation_named;
 use crate::config::VisionConfig;
 use crate::encoder::attend;
 use crate::layer_norm::LayerNorm;
@@ -65,7 +65,7 @@ impl Block {
         let inner = self
             .inner
             .forward_with(&self.norms[1].forward(&x)?, fused)?;
-        let inner = activate(self.activation, &inner)?;
+        let inner = self.activation.apply(&inner)?;
         Ok(x.f_add(&self.outer.forward_with(&inner, fused)?)?)
     }
 }

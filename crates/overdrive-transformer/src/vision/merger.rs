@@ -3,7 +3,6 @@ use overdrive_nn::Linear;
 use tch::Tensor;
 
 use crate::Result;
-use crate::activation_names::activate;
 use crate::layer_norm::LayerNorm;
 use crate::parameters::ParameterMap;
 
@@ -42,7 +41,7 @@ impl Merger {
             false => joined(&self.norm.forward(x)?)?,
         };
         let inner = self.linears[0].forward_with(&x, fused)?;
-        let inner = activate(Activation::Gelu, &inner)?;
+        let inner = Activation::Gelu.apply(&inner)?;
         Ok(self.linears[1].forward_with(&inner, fused)?)
     }
 }

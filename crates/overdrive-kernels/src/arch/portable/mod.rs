@@ -1,9 +1,9 @@
 //! Arrays, in loops that the compiler turns into the vectors of its target's baseline: SSE2 on x86-64, NEON on
 //! aarch64.
 
-mod bytes;
 mod floats;
 mod four_bit;
+mod int8;
 mod vector;
 
 use crate::Kernel;

@@ -5,6 +5,7 @@
 //! The weight is read in its layout in memory: by `dot` for one row and on machines without AVX-512-VNNI,
 //! otherwise by `vnni_gemm`.
 
+// Another instruction set begins in overdrive-kernels (`arch`, `dispatch.rs`); only a GEMM of its own is here.
 mod dot;
 mod outliers;
 #[cfg(target_arch = "x86_64")]

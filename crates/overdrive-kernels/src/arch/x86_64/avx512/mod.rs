@@ -1,8 +1,8 @@
 //! AVX-512 with VNNI: one register for a vector of 16 floats or 64 bytes.
 
-mod bytes;
 mod floats;
 mod four_bit;
+mod int8;
 mod vector;
 
 // VNNI is required although only `Int8` needs it: it came one generation after the other four (Cascade Lake and

@@ -23,8 +23,11 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Applies the activation by libtorch's operators.
-    fn composed(self, x: &Tensor) -> Result<Tensor> {
+    /// Applies the activation by libtorch's operator.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn apply(self, x: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Silu => x.f_silu()?,
             Self::Gelu => x.f_gelu("none")?,
@@ -83,7 +86,7 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
     if gpu.is_some() || (has_kernel(gate_up) && gate_up.numel() > 0) {
         return Ok(apply(JointGlu { activation, gpu }, &[gate_up])?.remove(0));
     }
-    let gate = activation.composed(&gate_up.f_narrow(-1, 0, half)?)?;
+    let gate = activation.apply(&gate_up.f_narrow(-1, 0, half)?)?;
     Ok(gate.f_mul(&gate_up.f_narrow(-1, half, half)?)?)
 }
 
@@ -109,7 +112,7 @@ pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Te
     if gpu.is_some() || (has_kernel(&gate) && has_kernel(&up) && gate.numel() > 0) {
         return Ok(apply(PairGlu { activation, gpu }, &[&gate, &up])?.remove(0));
     }
-    Ok(activation.composed(&gate)?.f_mul(&up)?)
+    Ok(activation.apply(&gate)?.f_mul(&up)?)
 }
 
 /// Returns `activation(x + bias)` over the last dimension, in one pass: the middle of GPT-2's feed-forward
@@ -140,7 +143,7 @@ pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Res
     if has_kernel(&x) && has_kernel(&bias) && x.numel() > 0 {
         return Ok(apply(Biased { activation }, &[&x, &bias])?.remove(0));
     }
-    activation.composed(&x.f_add(&bias)?)
+    activation.apply(&x.f_add(&bias)?)
 }
 
 struct JointGlu {
