@@ -376,7 +376,8 @@ fn profiles(root: &str) -> String {
     let mut inside = false;
     for line in root.lines() {
         if line.starts_with('[') {
-            inside = line.starts_with(PROFILES);
+            // The table of many packages would be a warning for each that the project does not have.
+            inside = line.starts_with(PROFILES) && line != "[profile.dev.package]";
         }
         if inside && !line.starts_with('#') && !line.is_empty() {
             if line.starts_with('[') && !out.ends_with("that.\n") {

@@ -2,8 +2,8 @@
 //! and has a build script of three lines. It must build, and start
 //! without `LD_LIBRARY_PATH`.
 //!
-//! It is built into the workspace's own target folder and with the workspace's profile, so that cargo finds
-//! torch-sys compiled: that alone would take minutes.
+//! It is built into the workspace's own target folder, with the workspace's profile and the features of its tests, so that
+//! cargo finds torch-sys and the shim compiled: they alone would take minutes.
 
 // Helpers of tests are not "in tests" to clippy's allow-unwrap-in-tests.
 
@@ -22,6 +22,8 @@ edition = "2024"
 [dependencies]
 overdrive-precision = { path = "CRATES/overdrive-precision" }
 tch = { version = ">=0.24, <0.27", default-features = false }
+# Not used: with the features of the workspace's tests, whose shim is compiled.
+overdrive-sys = { path = "CRATES/overdrive-sys", features = ["c10d", "compiled"] }
 
 [build-dependencies]
 overdrive-build = { path = "CRATES/overdrive-build" }
@@ -97,13 +99,13 @@ impl Project {
     }
 }
 
-/// The workspace's tables `[profile.dev…]`.
+/// The workspace's tables `[profile.dev…]`, without that of many packages, which the project does not have.
 fn profile(workspace: &Path) -> String {
     let manifest = fs::read_to_string(workspace.join("Cargo.toml")).unwrap();
     let mut inside = false;
     let lines = manifest.lines().filter(|line| {
         if line.starts_with('[') {
-            inside = line.starts_with("[profile.dev");
+            inside = line.starts_with("[profile.dev") && *line != "[profile.dev.package]";
         }
         inside
     });

@@ -27,36 +27,37 @@ impl TrainingArguments {
         if self.auto_precision && !self.selects_precision() {
             // The recommendation on a CPU depends on the number of threads.
             self.set_threads()?;
-            let (precision, reason) = match group.world_size() {
+            let (precision, tf32, reason) = match group.world_size() {
                 1 => self.choice(device)?,
                 _ => group.on_main("choose the precision", || self.choice(device))?,
             };
             self.select(precision);
+            self.tf32 = tf32.or(self.tf32);
             line = Some(format!("{precision} ({reason})"));
         }
         self.precision().check(device)?;
         Ok(line)
     }
 
-    fn choice(&self, device: Device) -> Result<(Precision, String)> {
+    /// Returns the precision, `tf32` if a stored run sets it, and the reason.
+    fn choice(&self, device: Device) -> Result<(Precision, Option<bool>, String)> {
         if let Some(run) = RunFolder::to_resume(self)? {
             let stored = read_file(&run.arguments())?;
-            let is_set = |key: &str| stored.get(key).and_then(Value::as_bool) == Some(true);
+            let flag = |key: &str| stored.get(key).and_then(Value::as_bool);
+            let is_set = |key: &str| flag(key) == Some(true);
             let before = Self {
                 bf16: is_set("bf16"),
                 fp16: is_set("fp16"),
                 fp8: is_set("fp8"),
-                tf32: Some(is_set("tf32")),
+                tf32: flag("tf32"),
                 ..self.clone()
             };
-            return Ok((
-                before.precision(),
-                "as in the run that is resumed".to_owned(),
-            ));
+            let reason = "as in the run that is resumed".to_owned();
+            return Ok((before.precision(), before.tf32, reason));
         }
         let recommended = Precision::recommend(device);
         let reason = format!("{}; off: --no-auto-precision", recommended.reason);
-        Ok((recommended.precision, reason))
+        Ok((recommended.precision, None, reason))
     }
 
     /// Sets the number of libtorch's threads if `threads` is set.
