@@ -107,9 +107,8 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
     task.model.set_training(true)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for batch in &batches {
-            let loss = run.forward(|| task.loss(batch))?;
-            run.backward(&loss)?;
+        for batch in batches {
+            run.forward_backward(batch, |batch| task.loss(batch))?;
         }
         run.step()?;
         run.save_if_due()?;

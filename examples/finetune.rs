@@ -129,9 +129,9 @@ fn train(
     task.model.model.set_training(true)?;
     run.evaluate_on_start(|| task.evaluate(arguments, group))?;
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for batch in &batches {
-            let loss = run.forward(|| batch_loss(&task.model.model, batch))?;
-            run.backward(&loss.sum)?;
+        for batch in batches {
+            let loss = |batch: &_| batch_loss(&task.model.model, batch).map(|loss| loss.sum);
+            run.forward_backward(batch, loss)?;
         }
         run.step()?;
         run.evaluate_if_due(|| task.evaluate(arguments, group))?;

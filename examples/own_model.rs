@@ -118,9 +118,11 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for PictureBatch { images, shapes } in &batches {
-            let logits = run.forward(|| network.forward(images, true))?;
-            run.backward(&logits.cross_entropy_for_logits(shapes))?;
+        for batch in batches {
+            run.forward_backward(batch, |PictureBatch { images, shapes }| {
+                let logits = network.forward(images, true)?;
+                Ok::<_, anyhow::Error>(logits.cross_entropy_for_logits(shapes))
+            })?;
         }
         run.step()?;
         run.save_if_due()?;

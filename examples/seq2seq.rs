@@ -131,11 +131,13 @@ fn train(
     let options = RunOptions::default();
     let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for batch in &batches {
+        for batch in batches {
             batch.check_ids(model.config().vocab_size())?;
-            let mask = batch.attention_mask.as_ref();
-            let loss = run.forward(|| model.loss(&batch.input_ids, mask, &batch.labels))?;
-            run.backward(&loss.sum)?;
+            run.forward_backward(batch, |batch| {
+                let mask = batch.attention_mask.as_ref();
+                let loss = model.loss(&batch.input_ids, mask, &batch.labels)?;
+                anyhow::Ok(loss.sum)
+            })?;
         }
         run.step()?;
         run.save_if_due()?;

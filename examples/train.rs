@@ -127,9 +127,10 @@ fn train(
     model.set_training(true)?;
     run.evaluate_on_start(|| validation_loss(&mut model))?;
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for batch in &batches {
-            let loss = run.forward(|| batch_loss(&model, batch))?;
-            run.backward(&loss.sum)?;
+        for batch in batches {
+            run.forward_backward(batch, |batch| {
+                batch_loss(&model, batch).map(|loss| loss.sum)
+            })?;
         }
         run.step()?;
         run.evaluate_if_due(|| validation_loss(&mut model))?;

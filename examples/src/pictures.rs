@@ -2,7 +2,7 @@
 
 use overdrive::core::random::{random_u64, uniform_below};
 use overdrive::datasets::{DataLoader, DataLoaderOptions, Dataset, DeviceLoader, OnDevice, Result};
-use overdrive::trainer::{DataShard, MicroBatch};
+use overdrive::trainer::{DataShard, MicroBatch, StaticInputs};
 use tch::{Device, Tensor};
 
 /// The number of shapes: disc, square, triangle, cross.
@@ -104,5 +104,10 @@ impl OnDevice for PictureBatch {
 impl MicroBatch for PictureBatch {
     fn examples(&self) -> usize {
         self.shapes.numel()
+    }
+
+    // `--cuda-graphs auto` may capture the passes: all that the loss reads is in these tensors.
+    fn static_inputs(&self) -> Option<StaticInputs> {
+        Some(StaticInputs::of([&self.images, &self.shapes]))
     }
 }

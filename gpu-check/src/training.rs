@@ -89,9 +89,8 @@ pub(crate) fn train(
     };
     let mut run = TrainingRun::start(arguments, &group, parameters, &mut loader, options)?;
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for ids in &batches {
-            let loss = run.forward(|| mean_loss(model, ForwardInput::new(ids), ids))?;
-            run.backward(&loss)?;
+        for ids in batches {
+            run.forward_backward(ids, |ids| mean_loss(model, ForwardInput::new(ids), ids))?;
         }
         run.step()?;
         run.save_if_due()?;

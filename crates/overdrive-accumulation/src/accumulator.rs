@@ -222,6 +222,50 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.accumulate(&loss, terms, &counts)
     }
 
+    /// Adds the gradients of the next micro-batch by a pass that the caller runs, such as the replay of a CUDA graph. `pass`
+    /// gets the factor of the loss; it must run backward from the factor times the loss, and return the loss without the
+    /// factor.
+    ///
+    /// ```
+    /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
+    /// use tch::{Kind, Tensor};
+    ///
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let weight = Tensor::from_slice(&[1.0f32]).set_requires_grad(true);
+    /// let mut accumulator = GradientAccumulator::new(AccumulationConfig::default())?;
+    /// accumulator.open(Window::new([2]))?;
+    /// accumulator.backward_by(|factor| -> Result<Tensor, Box<dyn std::error::Error>> {
+    ///     let loss_sum = (&weight * 6.0).sum(Kind::Float);
+    ///     (&loss_sum * factor).f_backward()?;
+    ///     Ok(loss_sum)
+    /// })?;
+    /// assert_eq!(weight.grad().double_value(&[0]), 3.0);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward), and those of `pass`; [`Error::OwnPass`] with a scaler or several processes, which need
+    /// a backward pass by the accumulator.
+    pub fn backward_by<E: From<Error>>(
+        &mut self,
+        pass: impl FnOnce(f64) -> std::result::Result<Tensor, E>,
+    ) -> std::result::Result<(), E> {
+        let (factor, count) = self.next_factor()?;
+        let loss = pass(factor)?;
+        check_scalars(&[&loss])?;
+        Ok(self.record(&[&loss], &[count])?)
+    }
+
+    /// Returns the factor and the count of the next micro-batch, whose loss has one term.
+    fn next_factor(&self) -> Result<(f64, u64)> {
+        if self.scaler.is_some() || self.sync.world_size() > 1 {
+            return Err(Error::OwnPass);
+        }
+        let (counts, totals) = self.next_counts(1)?;
+        Ok((self.weight(totals[0]), counts[0]))
+    }
+
     /// Adds the gradients of one micro-batch without a window: `loss_sum` is the **sum** of the losses of its
     /// `tokens` tokens. For data whose counts are not known beforehand.
     ///
@@ -349,19 +393,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// Returns the loss from which backward starts, the sum of the terms divided by their counts in the window, and
     /// the counts of this micro-batch.
     fn announced_loss(&self, terms: &[&Tensor]) -> Result<(Tensor, Vec<u64>)> {
-        let position = self.micro_batches;
-        let (window, totals) = self.window.as_ref().ok_or(Error::NotAnnounced)?;
-        let announced = window.counts();
-        let counts = announced.get(position).ok_or(Error::WindowFull {
-            announced: announced.len(),
-        })?;
-        if counts.len() != terms.len() {
-            return Err(Error::Terms {
-                position,
-                expected: counts.len(),
-                given: terms.len(),
-            });
-        }
+        let (counts, totals) = self.next_counts(terms.len())?;
         let mut loss: Option<Tensor> = None;
         for (term, &total) in terms.iter().zip(totals) {
             let weighted = term.f_mul_scalar(self.weight(total))?;
@@ -371,11 +403,29 @@ impl<S: GradientSync> GradientAccumulator<S> {
             });
         }
         let loss = loss.ok_or(Error::Terms {
-            position,
+            position: self.micro_batches,
             expected: 1,
             given: 0,
         })?;
-        Ok((loss, counts.clone()))
+        Ok((loss, counts.to_vec()))
+    }
+
+    /// Returns the counts of the next micro-batch, whose loss has `terms` terms, and those of all processes in the window.
+    fn next_counts(&self, terms: usize) -> Result<(&[u64], &[u64])> {
+        let position = self.micro_batches;
+        let (window, totals) = self.window.as_ref().ok_or(Error::NotAnnounced)?;
+        let announced = window.counts();
+        let counts = announced.get(position).ok_or(Error::WindowFull {
+            announced: announced.len(),
+        })?;
+        if counts.len() != terms {
+            return Err(Error::Terms {
+                position,
+                expected: counts.len(),
+                given: terms,
+            });
+        }
+        Ok((counts, totals))
     }
 
     /// Returns the factor of loss sums: the number of processes, which undoes the mean of `synchronize`,

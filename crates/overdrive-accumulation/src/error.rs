@@ -74,6 +74,12 @@ pub enum Error {
     )]
     Announced,
 
+    /// A pass of the caller's was given to an accumulator with a scaler or several processes.
+    #[error(
+        "backward_by supports neither a loss scaler nor several processes, which need a backward pass by the accumulator; call backward"
+    )]
+    OwnPass,
+
     /// A step was requested without a backward since the last step.
     #[error(
         "step was called without a backward since the last step: there are no gradients to apply"

@@ -2,6 +2,7 @@
 //!
 //! * [`CudaGraph`] captures any work on a GPU;
 //! * [`DecodeGraph`] captures a decoding step over a static cache;
+//! * [`BackwardGraphs`] captures the forward and backward pass of a micro-batch, with any optimizer;
 //! * [`TrainGraph`] captures a whole training step with gradient accumulation, clipping and a capturable
 //!   [`AdamW`](overdrive_optim::AdamW).
 //!
@@ -43,11 +44,13 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod backward;
 mod cuda_graph;
 mod decode;
 mod error;
 mod train;
 
+pub use backward::{BackwardGraphs, MicroBatchKey};
 pub use cuda_graph::{BareGraph, CaptureOptions, CudaGraph, WorkError};
 pub use decode::{DecodeGraph, DecodeStep, static_cache_of};
 pub use error::{Error, Result};

@@ -189,6 +189,10 @@ pub enum Error {
     #[error(transparent)]
     Accumulation(#[from] overdrive_accumulation::Error),
 
+    /// A pass could not be replayed.
+    #[error(transparent)]
+    Graphs(#[from] overdrive_graphs::Error),
+
     /// The precision could not be set.
     #[error(transparent)]
     Precision(#[from] overdrive_precision::Error),

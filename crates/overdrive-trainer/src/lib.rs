@@ -66,10 +66,10 @@ pub use advice::{
     TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
 };
 pub use arguments::{
-    ComputeDtype, ConfigArgs, ConfigFormat, Configuration, DdpBackend, FinetuneArguments,
-    GradientCheckpointingArguments, IntervalStrategy, Layers, MixtureWeights, ModelArguments,
-    OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy,
-    SaveStrategy, SequenceMode, TrainingArguments,
+    ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend,
+    FinetuneArguments, GradientCheckpointingArguments, IntervalStrategy, Layers, MixtureWeights,
+    ModelArguments, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint,
+    SampleBy, SaveStrategy, SequenceMode, TrainingArguments,
 };
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
@@ -77,7 +77,7 @@ pub use interrupt::Interrupt;
 pub use program::{RunEnd, exit, exit_or_resume, print_line};
 pub use run::{
     BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
-    TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
+    StaticInputs, TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
 };
 pub use tasks::{
     ClassificationTask, DpoConfig, DpoLossType, DpoOutput, FinetuneMethod, FinetuneModel,

@@ -66,28 +66,40 @@ impl RmsNorm {
         };
         // Multiplied in fp32 and rounded after that: `1 + weight` in a low precision would lose the last
         // bits of the weight.
-        let wide = match x.kind() {
-            Kind::Half | Kind::BFloat16 => x.f_to_kind(Kind::Float)?,
-            _ => x.shallow_clone(),
+        let wide = match is_low(x.kind()) {
+            true => x.f_to_kind(Kind::Float)?,
+            false => x.shallow_clone(),
         };
         let normalised = normalised(&wide, &gain.of(&self.weight)?, self.eps, fused)?;
         Ok(normalised.f_to_kind(x.kind())?)
     }
 
-    /// Normalises `x + delta`, and returns the result and the sum.
+    /// Normalises `x` for a residual stream of the dtype `stream`. If that is a low precision, the result has it too, also
+    /// with a trained weight in fp32, to whose dtype [`forward`](Self::forward) would promote.
+    pub(crate) fn forward_for(&self, stream: Kind, x: &Tensor, fused: bool) -> Result<Tensor> {
+        match self.gain {
+            None if is_low(stream) => {
+                normalised(x, &self.weight.f_to_kind(stream)?, self.eps, fused)
+            }
+            _ => self.forward(x, fused),
+        }
+    }
+
+    /// Normalises `x + delta`, where `x` is the residual stream, and returns the result and the sum.
     pub(crate) fn forward_sum(
         &self,
         x: &Tensor,
         delta: &Tensor,
         fused: bool,
     ) -> Result<(Tensor, Tensor)> {
-        let low = |tensor: &Tensor| matches!(tensor.kind(), Kind::Half | Kind::BFloat16);
+        let low = is_low(x.kind());
         let weight = match &self.gain {
-            Some(gain) if fused && !low(x) => gain.of(&self.weight)?,
+            Some(gain) if fused && !low => gain.of(&self.weight)?,
+            None if fused && low => self.weight.f_to_kind(x.kind())?,
             None if fused => self.weight.shallow_clone(),
             _ => {
                 let sum = x.f_add(delta)?;
-                return Ok((self.forward(&sum, fused)?, sum));
+                return Ok((self.forward_for(x.kind(), &sum, fused)?, sum));
             }
         };
         Ok(overdrive_fused::add_rms_norm(delta, x, &weight, self.eps)?)
@@ -121,6 +133,11 @@ impl RmsNorm {
         };
         run(&factor.f_to_kind(Kind::Float)?.f_contiguous()?)
     }
+}
+
+/// Returns `true` for a dtype of 16 bits.
+fn is_low(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
 /// The cached gain `1 + weight`.

@@ -1,3 +1,5 @@
+use std::time::Instant;
+
 use anyhow::{Context as _, Result, ensure};
 use overdrive::checkpointing::{
     OffloadOptions, SavePolicy, SavedTo, measure_blocks, offload_saved_tensors,
@@ -10,7 +12,7 @@ use overdrive::lora::{
 };
 use overdrive::precision::Precision;
 use overdrive::quantization::Scheme;
-use overdrive::trainer::{ResumeFromCheckpoint, SaveStrategy, TrainingArguments};
+use overdrive::trainer::{CudaGraphs, ResumeFromCheckpoint, SaveStrategy, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, CheckpointOptions, Execution, ForwardInput, LlamaConfig, LoadOptions,
     QuantizeOptions, SaveOptions, Schedule,
@@ -30,6 +32,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     rates::first_prompt(context, &config)?;
     rates::training(context, &config)?;
     train(context, &config)?;
+    capture(context, &config)?;
     // A training that failed has left its setting.
     Precision::Fp32.apply()?;
     recompute(context, &config)?;
@@ -70,6 +73,41 @@ fn train(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             let parameters = model.named_parameters();
             let losses = train_on_a_batch(&model, parameters, precision, &arguments(steps))?;
             Ok(learned(&losses))
+        })?;
+    }
+    Ok(())
+}
+
+/// Trains with passes that are launched and with captured ones; on a CPU these run without a graph.
+fn capture(context: &mut Context, config: &LlamaConfig) -> Result<()> {
+    let device = context.device();
+    let steps = context.sized(60, 6);
+    for precision in [Precision::Fp32, Precision::Bf16] {
+        context.check(format!("train by captured passes in {precision}"), || {
+            precision.apply()?;
+            let trained = |cuda_graphs: CudaGraphs| -> Result<(Vec<f64>, f64)> {
+                let model = model(config, device, Kind::Float)?;
+                model.set_requires_grad(true)?;
+                let arguments = TrainingArguments {
+                    cuda_graphs,
+                    ..arguments(steps)
+                };
+                let begun = Instant::now();
+                let parameters = model.named_parameters();
+                let losses = train_on_a_batch(&model, parameters, precision, &arguments)?;
+                Ok((losses, begun.elapsed().as_secs_f64()))
+            };
+            // The first run loads the kernels.
+            let _loaded = trained(CudaGraphs::Never)?;
+            let (expected, launched) = trained(CudaGraphs::Never)?;
+            let (found, captured) = trained(CudaGraphs::Always)?;
+            let pairs = expected.iter().zip(&found);
+            let far = pairs.map(|(a, b)| ((a - b) / a).abs()).fold(0.0, f64::max);
+            let allowed = 4.0 * tolerance(precision.autocast_dtype().unwrap_or(Kind::Float));
+            let difference = "the losses differ from those of launched passes";
+            Ok(Finding::within(far, allowed, difference)
+                .with("seconds launched", launched)
+                .with("seconds captured", captured))
         })?;
     }
     Ok(())

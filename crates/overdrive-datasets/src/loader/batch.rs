@@ -44,6 +44,12 @@ impl Batch {
         self.input_ids.numel()
     }
 
+    /// Returns the smallest and the largest id among the tokens, the labels that enter the loss and the padding token, which
+    /// were recorded when the batch was made.
+    pub fn id_range(&self) -> (i64, i64) {
+        self.id_range
+    }
+
     /// Checks that all tokens and labels are ids of a vocabulary of `vocab_size` tokens. The range of the ids was
     /// recorded when the batch was made, so nothing is read from a device. On a GPU an id outside the vocabulary
     /// would end in a device error that does not name the cause.

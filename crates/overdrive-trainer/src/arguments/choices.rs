@@ -68,6 +68,20 @@ pub enum OptimizerName {
     Muon,
 }
 
+/// The use of CUDA graphs in training.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CudaGraphs {
+    /// Every operator is launched by the host.
+    #[default]
+    Never,
+    /// The passes are captured if the host is what limits them, which is measured in the first steps.
+    Auto,
+    /// The passes are captured without measuring. On a CPU they run on the fixed tensors of a graph, without one, by which
+    /// a program can be tested.
+    Always,
+}
+
 /// The times of a recurring action during a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

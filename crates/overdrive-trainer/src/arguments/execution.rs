@@ -12,6 +12,7 @@ impl TrainingArguments {
         let mut execution = Execution::default();
         execution.fused_kernels = self.fused_kernels;
         execution.attention = self.attn_implementation;
+        execution.fp32_residual_connection = self.fp32_residual_connection;
         if self.gradient_checkpointing {
             let options = &self.gradient_checkpointing_kwargs;
             execution.checkpointing = options.schedule.clone();

@@ -23,9 +23,9 @@ mod training;
 mod validate;
 
 pub use choices::{
-    ComputeDtype, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights,
-    OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy,
-    SaveStrategy, SequenceMode,
+    ComputeDtype, CudaGraphs, DdpBackend, GradientCheckpointingArguments, IntervalStrategy,
+    MixtureWeights, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint,
+    SampleBy, SaveStrategy, SequenceMode,
 };
 pub use finetune::FinetuneArguments;
 pub use flags::ConfigArgs;

@@ -9,8 +9,8 @@ use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights, OptimizerName,
-    Preset, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
+    CudaGraphs, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights,
+    OptimizerName, Preset, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
 };
 use super::key::Harmless::Only;
 use super::key::List::{Names, Paths};
@@ -243,6 +243,10 @@ options! {
             attn_implementation: AttentionImplementation = AttentionImplementation::default() => Both("NAME");
             /// If `true`, norms, rotary embeddings, gates and the loss use one fused kernel each. Default `true`.
             fused_kernels: bool = true => Both("");
+            /// The use of CUDA graphs: `never`; `auto`, which captures the forward and backward pass of micro-batches of equal
+            /// shape if the host is slower than the GPU, as with small models; or `always`, which does not measure. Not with
+            /// packed sequences, `fp16`, `gradient_checkpointing` or several processes. Default `never`.
+            cuda_graphs: CudaGraphs = CudaGraphs::default() => Both("WHEN");
             /// If `true`, the run trains in the recommended precision of the device unless `bf16`, `fp16`, `fp8` or `tf32` is
             /// given; a resumed run keeps its own. Default `true`.
             auto_precision: bool = true =>
@@ -256,6 +260,9 @@ options! {
             /// needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell). Heads and norms stay in bfloat16.
             /// Default `false`.
             fp8: bool = false => Both("", excludes: &["bf16", "fp16"]);
+            /// If `true`, the residual stream of the model stays in fp32 under `bf16`, `fp16` and `fp8`; `false` keeps it in 16
+            /// bits, which saves memory and time. Default `true`.
+            fp32_residual_connection: bool = true => Both("");
             /// If `true`, CUDA matmuls use TensorFloat-32. Default: libtorch's setting.
             tf32: Option<bool> = None => Both("");
             /// If `true`, training runs on the CPU even if there is a GPU. Default `false`.

@@ -50,6 +50,33 @@ pub trait MicroBatch: OnDevice {
     fn padded_tokens(&self) -> usize {
         self.tokens()
     }
+
+    /// Returns what the program's loss reads of the micro-batch, if that is tensors alone: their pass can then be captured in
+    /// a CUDA graph and replayed on other micro-batches of the same shapes and the same [`label_count`](Self::label_count).
+    /// Default: `None`, and the pass is not captured.
+    fn static_inputs(&self) -> Option<StaticInputs> {
+        None
+    }
+}
+
+/// The inputs of a captured pass.
+#[derive(Debug)]
+pub struct StaticInputs {
+    /// The tensors that the loss reads, in the same order for each micro-batch.
+    pub tensors: Vec<Tensor>,
+    /// The smallest and the largest id, if the loss checks them on the host: a pass is not replayed on ids outside the range
+    /// that it has checked.
+    pub id_range: Option<(i64, i64)>,
+}
+
+impl StaticInputs {
+    /// Returns inputs that the loss does not check on the host.
+    pub fn of<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Self {
+        Self {
+            tensors: tensors.into_iter().map(Tensor::shallow_clone).collect(),
+            id_range: None,
+        }
+    }
 }
 
 impl MicroBatch for Batch {
@@ -67,6 +94,19 @@ impl MicroBatch for Batch {
 
     fn padded_tokens(&self) -> usize {
         Batch::padded_tokens(self)
+    }
+
+    fn static_inputs(&self) -> Option<StaticInputs> {
+        // The lengths of packed sequences are numbers on the host, which differ from row to row.
+        let is_packed = self.position_ids.is_some() || !self.sequence_lengths.is_empty();
+        (!is_packed).then(|| StaticInputs {
+            id_range: Some(self.id_range()),
+            ..StaticInputs::of(
+                [&self.input_ids, &self.labels]
+                    .into_iter()
+                    .chain(&self.attention_mask),
+            )
+        })
     }
 }
 
@@ -87,5 +127,9 @@ impl MicroBatch for Seq2SeqBatch {
 impl MicroBatch for Tensor {
     fn examples(&self) -> usize {
         self.size().first().map_or(1, |&rows| rows as usize)
+    }
+
+    fn static_inputs(&self) -> Option<StaticInputs> {
+        Some(StaticInputs::of([self]))
     }
 }

@@ -1,6 +1,7 @@
 //! The parts of a training loop, from the arguments to the snapshots: what a [`TrainingRun`] is built from.
 
 mod batch_fit;
+mod capture;
 mod components;
 mod duration;
 mod evaluation;
@@ -26,7 +27,7 @@ pub use evaluation::Evaluation;
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;
 pub use log::Done;
-pub use micro_batch::MicroBatch;
+pub use micro_batch::{MicroBatch, StaticInputs};
 pub use plan::TrainingPlan;
 pub use snapshots::BestModel;
 pub use start::RunOptions;

@@ -13,6 +13,7 @@ use overdrive_profiling::ModelFlops;
 use overdrive_tracking::Trackers;
 use tch::{Device, Tensor};
 
+use super::capture::Capture;
 use super::fingerprints::Fingerprints;
 use super::folder::RunFolder;
 use super::log::RunLog;
@@ -127,6 +128,7 @@ impl TrainingRun {
             log.track(folder.trackers(&group, &arguments, log.done.steps)?);
         }
         log.track(options.trackers);
+        let capture = Capture::of(&arguments, group.world_size(), precision, device);
         // A run that ended by early stopping does not continue.
         let has_ended = state.best.should_stop();
         Ok(Self {
@@ -137,6 +139,7 @@ impl TrainingRun {
             plan,
             parameters,
             accumulator,
+            capture,
             state,
             snapshots,
             files,

@@ -14,6 +14,7 @@ use overdrive_snapshot::{RunState, SnapshotManager};
 use overdrive_tracking::StepMetrics;
 use tch::{Device, Tensor};
 
+use super::capture::Capture;
 use super::evaluation::Evaluation;
 use super::log::{Done, RunLog};
 use super::micro_batch::MicroBatch;
@@ -66,9 +67,8 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 /// let group = ProcessGroup::single();
 /// let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 /// while let Some(batches) = run.next_batches(&mut loader)? {
-///     for x in &batches {
-///         let loss = run.forward(|| model.forward(x).f_mse_loss(&(x * 3.0), tch::Reduction::Mean))?;
-///         run.backward(&loss)?;
+///     for batch in batches {
+///         run.forward_backward(batch, |x: &Tensor| model.forward(x).f_mse_loss(&(x * 3.0), tch::Reduction::Mean))?;
 ///     }
 ///     run.step()?;
 ///     run.save_if_due()?;
@@ -87,6 +87,8 @@ pub struct TrainingRun {
     /// The trainable parameters; these handles share storage with the model.
     pub(super) parameters: Vec<(String, Tensor)>,
     pub(super) accumulator: GradientAccumulator<DistributedDataParallel>,
+    /// The captured passes.
+    pub(super) capture: Capture,
     pub(super) state: State,
     pub(super) snapshots: Option<SnapshotManager>,
     /// The files of each snapshot, the fingerprints of the inputs included.

@@ -2,6 +2,7 @@
 //! memory of the process are targets of their own.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod captured_passes;
 mod chat_labels;
 mod configuration;
 mod dpo;

@@ -166,13 +166,13 @@ impl Block {
         let (normalised, x) = stream.normalised(self.norms.at(BeforeAttention), fused)?;
         let mut mixed = self.attention.forward(&normalised, step)?;
         if let Some(norm) = self.norms.at(AfterAttention) {
-            mixed = norm.forward(&mixed, fused)?;
+            mixed = norm.forward_for(x.kind(), &mixed, fused)?;
         }
         let stream = Stream::with_delta(x, dropped(self.scaled(mixed)?, dropout)?);
         let (normalised, x) = stream.normalised(self.norms.at(BeforeMlp), fused)?;
         let (mut delta, load) = self.mlp.forward(&normalised, fused, balance)?;
         if let Some(norm) = self.norms.at(AfterMlp) {
-            delta = norm.forward(&delta, fused)?;
+            delta = norm.forward_for(x.kind(), &delta, fused)?;
         }
         Ok(Stream {
             load: ExpertLoad::sum(before, load)?,

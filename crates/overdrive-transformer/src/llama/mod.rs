@@ -235,6 +235,9 @@ impl Llama {
         if training {
             x = dropped(x, self.embedding_dropout)?;
         }
+        if !execution.fp32_residual_connection {
+            x = stream::in_dtype_of_autocast(x)?;
+        }
         // Neither a LayerNorm, nor the rotation of neighbouring channels, nor latent or linear attention has a kernel on
         // slices.
         let halves = context.rotation.convention == Convention::HalfSplit;

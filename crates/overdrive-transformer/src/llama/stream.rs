@@ -1,3 +1,4 @@
+use overdrive_sys::autocast;
 use tch::Tensor;
 
 use crate::moe::ExpertLoad;
@@ -44,7 +45,7 @@ impl Stream {
                 let sum = self.x.f_add(&delta)?;
                 Ok((sum.shallow_clone(), sum))
             }
-            (Some(norm), None) => Ok((norm.forward(&self.x, fused)?, self.x)),
+            (Some(norm), None) => Ok((norm.forward_for(self.x.kind(), &self.x, fused)?, self.x)),
             // The sum and its norm are one pass over the stream.
             (Some(norm), Some(delta)) => norm.forward_sum(&self.x, &delta, fused),
         }
@@ -72,5 +73,14 @@ impl Stream {
             delta: self.delta.map(|delta| logits.select(&delta)).transpose()?,
             load: self.load,
         })
+    }
+}
+
+/// Returns `x` in the dtype of the autocast region, if there is one.
+pub(super) fn in_dtype_of_autocast(x: Tensor) -> Result<Tensor> {
+    match autocast::state(x.device()) {
+        Ok(state) if state.enabled => Ok(x.f_to_kind(state.dtype)?),
+        // Devices without autocast, too.
+        _ => Ok(x),
     }
 }

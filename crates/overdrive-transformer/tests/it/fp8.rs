@@ -1,9 +1,9 @@
-//! Training with linear layers in FP8.
+//! Training with linear layers in FP8, and with a residual stream in bf16.
 
 use overdrive_lora::{LoraConfig, TargetModules, add_lora};
 use overdrive_precision::Precision;
 use overdrive_transformer::{
-    CausalLm, ExpertsConfig, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
+    CausalLm, Execution, ExpertsConfig, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -50,9 +50,12 @@ fn batch(step: u64) -> Tensor {
     Tensor::from_slice(&ids).view([8, 32])
 }
 
-/// Trains with SGD from one start and returns the losses.
-fn losses(precision: Precision, steps: u64) -> Vec<f64> {
-    let model = model(config());
+/// Trains with SGD from one start, with a residual stream in fp32 or in bf16, and returns the losses.
+fn losses(precision: Precision, fp32_residual_connection: bool, steps: u64) -> Vec<f64> {
+    let mut model = model(config());
+    let mut execution = Execution::default();
+    execution.fp32_residual_connection = fp32_residual_connection;
+    model.set_execution(execution);
     let mut velocities: Vec<Tensor> = Vec::new();
     let mut losses = Vec::new();
     for step in 0..steps {
@@ -77,15 +80,31 @@ fn losses(precision: Precision, steps: u64) -> Vec<f64> {
 }
 
 fn assert_learns_like_bf16(steps: u64, within: f64) {
-    let last = |precision| {
-        let losses = losses(precision, steps);
+    let last = |precision, fp32_residual_connection| {
+        let losses = losses(precision, fp32_residual_connection, steps);
         let tail = &losses[losses.len() - 20..];
         (losses[0], tail.iter().sum::<f64>() / tail.len() as f64)
     };
-    let ((start, fp8), (_, bf16)) = (last(Precision::Fp8), last(Precision::Bf16));
-    println!("loss {start:.4} to {fp8:.4} in FP8 and {bf16:.4} in bf16 after {steps} steps");
-    assert!(fp8 < 0.8 * start, "{start} {fp8}");
-    assert!((fp8 / bf16 - 1.0).abs() < within, "{fp8} {bf16}");
+    let (start, bf16) = last(Precision::Bf16, true);
+    for (what, precision, fp32_residual_connection) in [
+        ("FP8", Precision::Fp8, true),
+        (
+            "bf16 with a residual stream in bf16",
+            Precision::Bf16,
+            false,
+        ),
+        ("FP8 with a residual stream in bf16", Precision::Fp8, false),
+    ] {
+        let (_, found) = last(precision, fp32_residual_connection);
+        println!(
+            "loss {start:.4} to {found:.4} in {what} and {bf16:.4} in bf16 after {steps} steps"
+        );
+        assert!(found < 0.8 * start, "{what}: {start} {found}");
+        assert!(
+            (found / bf16 - 1.0).abs() < within,
+            "{what}: {found} {bf16}"
+        );
+    }
 }
 
 #[test]
@@ -163,6 +182,48 @@ fn mixtures_and_adapters_train_in_fp8() {
                 error < 0.5 || name.contains("expert") || name.contains("gate"),
                 "{name}: {error}"
             );
+        }
+    }
+}
+
+#[test]
+fn a_residual_stream_in_bf16_has_the_gradients_of_one_in_fp32_but_for_rounding() {
+    // Norms before and after the blocks, a gain of `1 + weight`, and norms of queries and keys.
+    for family in [
+        LlamaFamily::Llama,
+        LlamaFamily::Gemma2,
+        LlamaFamily::Olmo2,
+        LlamaFamily::Qwen3,
+    ] {
+        let mut model = model(LlamaConfig { family, ..config() });
+        let parameters = model.named_parameters();
+        let ids = batch(1);
+        let mut gradients = |fp32_residual_connection: bool| -> (Kind, Vec<Tensor>) {
+            let mut execution = Execution::default();
+            execution.fp32_residual_connection = fp32_residual_connection;
+            model.set_execution(execution);
+            let (hidden, loss) = {
+                let _autocast = Precision::Bf16.autocast(Device::Cpu).unwrap();
+                let hidden = model.hidden_states(ForwardInput::new(&ids)).unwrap();
+                let loss = model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
+                (hidden, loss)
+            };
+            loss.mean().unwrap().backward();
+            let take = |(_, parameter): &(String, Tensor)| {
+                let gradient = parameter.grad().copy();
+                parameter.shallow_clone().zero_grad();
+                gradient
+            };
+            (hidden.kind(), parameters.iter().map(take).collect())
+        };
+        let (wide, expected) = gradients(true);
+        let (narrow, found) = gradients(false);
+        assert_eq!((wide, narrow), (Kind::Float, Kind::BFloat16), "{family:?}");
+        for (((name, _), expected), found) in parameters.iter().zip(expected).zip(found) {
+            let scale = expected.norm().double_value(&[]).max(1e-9);
+            let error = (found - expected).norm().double_value(&[]) / scale;
+            // bf16 has 8 bits.
+            assert!(error < 0.05, "{family:?} {name}: {error}");
         }
     }
 }

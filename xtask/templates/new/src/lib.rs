@@ -146,11 +146,11 @@ pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
     let mut run = TrainingRun::start(&arguments, &group, parameters, &mut loader, options)?;
 
     while let Some(batches) = run.next_batches(&mut loader)? {
-        for batch in &batches {
-            let (points, arms) = split(batch);
-            let forward = || anyhow::Ok(network.forward(&points).cross_entropy_for_logits(&arms));
-            let loss = run.forward(forward)?;
-            run.backward(&loss)?;
+        for batch in batches {
+            run.forward_backward(batch, |batch| {
+                let (points, arms) = split(batch);
+                anyhow::Ok(network.forward(&points).cross_entropy_for_logits(&arms))
+            })?;
         }
         run.step()?;
         run.save_if_due()?;
