@@ -192,7 +192,7 @@ impl BackwardGraphs {
     ) -> Result<(Option<BareGraph<Tensor>>, Vec<usize>)> {
         // Which parameters get a gradient: an optimizer skips the others.
         self.parameters.iter().try_for_each(grad::clear)?;
-        pass(&self.weight, loss)?;
+        let _loss = pass(&self.weight, loss)?;
         let mut reached = Vec::new();
         for (index, parameter) in self.parameters.iter().enumerate() {
             let gradient = parameter.f_grad()?;
@@ -275,7 +275,7 @@ impl BackwardGraphs {
             None => pass(&self.weight, &mut || loss(batch))?,
         };
         // The next replay overwrites the graph's own.
-        Ok(found.f_copy()?)
+        copied(&found)
     }
 }
 
@@ -307,7 +307,7 @@ impl Before {
         let gradient = |parameter: &Tensor| -> Result<Option<Tensor>> {
             let gradient = parameter.f_grad()?;
             // A copy: the capture adds to the buffer that this may be.
-            Ok(gradient.defined().then(|| gradient.f_copy()).transpose()?)
+            gradient.defined().then(|| copied(&gradient)).transpose()
         };
         let mut devices = vec![Device::Cpu];
         devices.extend((device != Device::Cpu).then_some(device));
@@ -330,6 +330,13 @@ impl Before {
         }
         Ok(())
     }
+}
+
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
 }
 
 fn addresses(tensors: &[Tensor]) -> Vec<usize> {

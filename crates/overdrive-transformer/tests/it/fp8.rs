@@ -3,7 +3,8 @@
 use overdrive_lora::{LoraConfig, TargetModules, add_lora};
 use overdrive_precision::Precision;
 use overdrive_transformer::{
-    CausalLm, Execution, ExpertsConfig, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
+    CausalLm, Execution, ExpertsConfig, ForwardInput, InitOptions, LabelShift, LlamaConfig,
+    LlamaFamily,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -125,9 +126,7 @@ fn heads_stay_in_bf16() {
     let logits = |precision: Precision| {
         let _autocast = precision.autocast(Device::Cpu).unwrap();
         let ids = batch(0);
-        let whole = model
-            .forward(overdrive_transformer::ForwardInput::new(&ids))
-            .unwrap();
+        let whole = model.forward(ForwardInput::new(&ids)).unwrap();
         (model.logits(&hidden).unwrap(), whole)
     };
     let (bf16, fp8) = (logits(Precision::Bf16), logits(Precision::Fp8));
