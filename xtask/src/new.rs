@@ -22,9 +22,21 @@ const TEMPLATE: &str = "my-model";
 /// The folder of the template.
 const TEMPLATES: &str = "xtask/templates/new";
 const CONFIG: &str = ".cargo/config.toml";
-/// The start of the tables of this workspace's manifest that a project shares: without them the CPU kernels would
-/// be compiled without optimization, and the glue of torch-sys with more than a test needs.
-const PROFILES: &str = "[profile.dev";
+/// The profile of a project's development builds. Without it the CPU kernels would be compiled without optimization, and
+/// the glue of torch-sys with more than a test needs.
+const PROFILE: &str = r#"
+# Kernels and codecs of the crates run in tests too; the glue of torch-sys need not be fast for that.
+[profile.dev]
+debug = "line-tables-only"
+opt-level = 1
+lto = "off"
+
+[profile.dev.package."*"]
+debug = false
+
+[profile.dev.package.torch-sys]
+opt-level = 0
+"#;
 /// Names that Cargo refuses for a package, and Rust's strict keywords.
 const RESERVED: [&str; 42] = [
     "alloc", "as", "async", "await", "break", "build", "const", "continue", "core", "crate",
@@ -71,12 +83,12 @@ pub(crate) fn new(folder: &Path, name: Option<&str>, source: &Source) -> Result<
     Ok(())
 }
 
-/// Makes a project in a temporary folder, and compiles its program and its tests without generating code: Cargo
-/// takes the crates for others than those of this workspace, and builds all of them again.
-pub(crate) fn compile() -> Result<()> {
+/// Makes a project in a temporary folder, and lets Cargo read its manifest and resolve its dependencies. Its code is a
+/// member of this workspace, which compiles and tests it; [`check`] builds it outside.
+pub(crate) fn resolve() -> Result<()> {
     let (_parent, folder) = temporary()?;
-    Cargo::of_project(&folder, "check", &torch::target_folder())
-        .and(&["--all-targets".into()])
+    Cargo::of_project(&folder, "tree", &torch::target_folder())
+        .and(&["--depth".into(), "1".into()])
         .run()
 }
 
@@ -338,7 +350,7 @@ fn manifest(folder: &Path, name: &str, source: &Source) -> Result<String> {
         }
         text.push('\n');
     }
-    Ok(text + &profiles(&root))
+    Ok(text + PROFILE)
 }
 
 /// Returns the line of one dependency.
@@ -366,28 +378,6 @@ fn requirement(dependency: &str, root: &str, source: &Source, crates: &Path) -> 
         Source::Registry => return Ok(format!("{dependency} = \"{}\"", env!("CARGO_PKG_VERSION"))),
     };
     Ok(format!("{dependency} = {{ {value} }}"))
-}
-
-/// Returns the tables [`PROFILES`] of the manifest `root`.
-fn profiles(root: &str) -> String {
-    let mut out = String::from(
-        "\n# Kernels and codecs of the crates run in tests too; the glue of torch-sys need not be fast for that.\n",
-    );
-    let mut inside = false;
-    for line in root.lines() {
-        if line.starts_with('[') {
-            // The table of many packages would be a warning for each that the project does not have.
-            inside = line.starts_with(PROFILES) && line != "[profile.dev.package]";
-        }
-        if inside && !line.starts_with('#') && !line.is_empty() {
-            if line.starts_with('[') && !out.ends_with("that.\n") {
-                out.push('\n');
-            }
-            out.push_str(line);
-            out.push('\n');
-        }
-    }
-    out
 }
 
 /// Returns the path from the folder `from` to `to`, both absolute.

@@ -90,6 +90,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             ));
         }
     }
+    let mut narrow = Execution::default();
+    narrow.fp32_residual_connection = false;
+    variants.push((
+        "Overdrive, residual stream in 16 bits".to_owned(),
+        narrow,
+        None,
+        None,
+    ));
     variants.push((
         "Overdrive, every block recomputed".to_owned(),
         every_block,
