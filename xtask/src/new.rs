@@ -87,9 +87,7 @@ pub(crate) fn new(folder: &Path, name: Option<&str>, source: &Source) -> Result<
 /// member of this workspace, which compiles and tests it; [`check`] builds it outside.
 pub(crate) fn resolve() -> Result<()> {
     let (_parent, folder) = temporary()?;
-    Cargo::of_project(&folder, "tree", &torch::target_folder())
-        .and(&["--depth".into(), "1".into()])
-        .run()
+    Cargo::tree_of_project(&folder).run()
 }
 
 /// Makes a project in a temporary folder that lasts as long as the first value.

@@ -1,3 +1,5 @@
+//! Gated activations; their arithmetic on a CPU is in `kernel/activation.rs`, on a GPU in `gate` of overdrive-gpu.
+
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use tch::Tensor;
 

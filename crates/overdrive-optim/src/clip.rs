@@ -1,4 +1,4 @@
-//! Gradient clipping.
+//! Gradient clipping, which the accumulator of overdrive-accumulation does in training.
 
 use overdrive_core::check_option;
 use overdrive_sys::op::{Output, Value, call};

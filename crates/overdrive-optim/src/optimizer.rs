@@ -1,4 +1,5 @@
-//! The trait of optimizers, through which loss scaling, accumulation and schedulers use them.
+//! The trait of optimizers, through which loss scaling, accumulation and schedulers use them. The arithmetic of
+//! one is a rule of `update_rule`, as in `lion`.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};

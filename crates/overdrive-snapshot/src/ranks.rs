@@ -1,3 +1,5 @@
+//! The communication of processes; `run_state` restores a run on another number of them.
+
 use std::io;
 
 /// The communication between the processes of a run that snapshots need.

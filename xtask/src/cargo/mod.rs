@@ -78,6 +78,13 @@ impl Cargo {
         cargo
     }
 
+    /// Lists the dependencies of another project without a network.
+    pub(crate) fn tree_of_project(project: &Path) -> Self {
+        let mut cargo = Self::new(["tree", "--offline", "--depth=1"]);
+        cargo.folder = Some(project.to_path_buf());
+        cargo
+    }
+
     /// Builds the fuzzer, with `variables` for the compiler.
     pub(crate) fn fuzzer(
         manifest: &Path,

@@ -1,3 +1,5 @@
+//! The names of the strategies of packing; `plan` has how each packs.
+
 use std::fmt;
 use std::str::FromStr;
 

@@ -1,3 +1,5 @@
+//! The dtypes of a paged cache; overdrive-attention computes with their codes (`kernel/eight_bit.rs`).
+
 use std::fmt;
 use std::str::FromStr;
 

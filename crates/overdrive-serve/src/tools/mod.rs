@@ -1,4 +1,4 @@
-//! The schema of an answer, and the tools that the model may call.
+//! The schema of an answer, and the tools that the model may call; `call_parser` reads the calls in the form of each family.
 
 use overdrive_constraints::GrammarConstraint;
 use overdrive_generation::{ChatTemplate, Constraint};

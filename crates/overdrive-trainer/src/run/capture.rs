@@ -19,6 +19,8 @@ const WARM_UPS: u32 = 3;
 const MOST_CHANGES: u32 = 20;
 /// The maximum number of graphs: those of a full micro-batch, of the last one of an epoch, and some more.
 const MOST_GRAPHS: usize = 8;
+/// The maximum number of kinds of micro-batches whose ids are remembered.
+const MOST_CHECKED: usize = 64;
 /// The share of the host in the time of a pass from which `auto` captures: below it, the GPU is busy most of the time
 /// anyway.
 const HOST_BOUND: f64 = 0.75;
@@ -159,7 +161,9 @@ impl Capture {
                 Pass::Launched
             }
             None => {
-                self.checked.push((key.clone(), (least, most)));
+                if self.checked.len() < MOST_CHECKED {
+                    self.checked.push((key.clone(), (least, most)));
+                }
                 Pass::Launched
             }
         }

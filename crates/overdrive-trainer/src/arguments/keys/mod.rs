@@ -1,10 +1,10 @@
 //! The table of keys, and what is derived from it: other names, ranges, the resetting of keys in the layers below.
 
 mod foreign;
-mod spellings;
 #[cfg(test)]
 mod tests;
 mod translate;
+mod translations;
 
 use serde_json::{Map, Value};
 

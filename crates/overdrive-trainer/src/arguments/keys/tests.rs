@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, FromArgMatches};
 use serde_json::{Value, json};
 
-use super::spellings::{SECTIONS, TRANSLATIONS};
+use super::translations::{SECTIONS, TRANSLATIONS};
 use super::{rows, rows_of};
 use crate::arguments::key::{Harmless, Key, Program, Range, Reader, at, plain};
 use crate::arguments::layers::sealed::Keyed;

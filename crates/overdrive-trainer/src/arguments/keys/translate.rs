@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::spellings::{Rule, SECTIONS, TRANSLATIONS, Translation};
+use super::translations::{Rule, SECTIONS, TRANSLATIONS, Translation};
 use super::{rows, rows_of};
 use crate::arguments::key::{Key, Program, Reader, plain};
 use crate::{Error, Result};

@@ -1,5 +1,6 @@
 //! Parts of other projects' configurations that are more than an alternative name of a key: sections, and keys
-//! whose values correspond to other keys.
+//! whose values correspond to other keys. An alternative name is a spelling in the row of its key, in `training.rs`,
+//! `model.rs` or `finetune.rs`.
 
 use crate::arguments::key::Program;
 
