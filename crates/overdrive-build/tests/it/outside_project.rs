@@ -109,13 +109,7 @@ fn profile(workspace: &Path) -> String {
         }
         inside
     });
-    // Here they are packages of others, which have level 0.
-    let members = ["core", "kernels", "sys"].map(|it| format!("overdrive-{it}.opt-level = 1"));
-    lines
-        .map(str::to_owned)
-        .chain(members)
-        .collect::<Vec<_>>()
-        .join("\n")
+    lines.collect::<Vec<_>>().join("\n")
 }
 
 /// A command in the environment of a user: without what Cargo set for this test.
