@@ -269,9 +269,15 @@ impl TrainingRun {
         match graphs.capture(key.clone(), batch, inputs, loss) {
             Ok(()) => {
                 let (count, mib) = (graphs.len(), graphs.bytes().div_ceil(1 << 20));
-                self.log.say(&format!(
-                    "cuda graphs {count} captured: forward and backward of a micro-batch ({mib} MiB)"
-                ));
+                self.log.say(&match self.device.is_cuda() {
+                    true => format!(
+                        "cuda graphs {count} captured: forward and backward of a micro-batch ({mib} MiB)"
+                    ),
+                    false => format!(
+                        "cuda graphs none on {:?}: passes run on the tensors that a graph would have",
+                        self.device
+                    ),
+                });
                 Ok(None)
             }
             Err((error, batch)) => {
