@@ -78,10 +78,9 @@ impl MicroBatchKey {
     /// Returns the key of a micro-batch of type `B` from the tensors that the loss reads, and the numbers on the host that
     /// it depends on, such as a count of labels.
     pub fn new<B: 'static>(inputs: &[Tensor], numbers: &[i64]) -> Self {
-        let inputs = inputs.iter();
         Self {
             batch: TypeId::of::<B>(),
-            inputs: inputs.map(|input| (input.kind(), input.size())).collect(),
+            inputs: inputs.iter().map(layout).collect(),
             numbers: numbers.to_vec(),
         }
     }
@@ -248,7 +247,7 @@ impl BackwardGraphs {
     /// device without CUDA graphs.
     ///
     /// # Errors
-    /// [`Error::Common`] if the pass is not captured, [`Error::Work`] with the error of `loss`, and errors of libtorch.
+    /// [`Error::Common`] if the pass is not captured, or `inputs` are not those of `key`; [`Error::Work`] with the error of `loss`, and errors of libtorch.
     pub fn replay<B: 'static, E: Into<WorkError>>(
         &mut self,
         key: &MicroBatchKey,
@@ -262,6 +261,13 @@ impl BackwardGraphs {
             let expected = "that of a captured pass; capture the pass before it is replayed";
             return Err(overdrive_core::Error::option("key", format!("{key:?}"), expected).into());
         };
+        if !inputs.iter().map(layout).eq(key.inputs.iter().cloned()) {
+            let found: Vec<_> = inputs.iter().map(layout).collect();
+            let expected = format!("{:?}, those of the key", key.inputs);
+            return Err(
+                overdrive_core::Error::option("inputs", format!("{found:?}"), expected).into(),
+            );
+        }
         self.hand_out(&captured.reached)?;
         {
             let _no_grad = tch::no_grad_guard();
@@ -330,6 +336,11 @@ impl Before {
         }
         Ok(())
     }
+}
+
+/// Returns the dtype and the shape of a tensor.
+fn layout(tensor: &Tensor) -> (Kind, Vec<i64>) {
+    (tensor.kind(), tensor.size())
 }
 
 fn copied(tensor: &Tensor) -> Result<Tensor> {

@@ -131,6 +131,15 @@ fn a_failed_capture_returns_the_batch_and_changes_nothing() {
         "{error}"
     );
     assert!(BackwardGraphs::new(Vec::new()).is_err());
+
+    // A row would be broadcast.
+    let sum = |x: &Tensor| dropped_loss(&parameters, x);
+    graphs
+        .capture(key.clone(), batch(), &[batch()], sum)
+        .unwrap();
+    let row = batch().narrow(0, 0, 1);
+    let error = graphs.replay(&key, &[row], 1.0, sum).unwrap_err();
+    assert!(error.to_string().contains("those of the key"), "{error}");
 }
 
 #[test]

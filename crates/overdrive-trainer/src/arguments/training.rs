@@ -261,7 +261,7 @@ options! {
             /// Default `false`.
             fp8: bool = false => Both("", excludes: &["bf16", "fp16"]);
             /// If `true`, the residual stream of the model stays in fp32 under `bf16`, `fp16` and `fp8`; `false` keeps it in 16
-            /// bits, which saves memory and time. Default `true`.
+            /// bits, which saves memory. Default `true`.
             fp32_residual_connection: bool = true => Both("");
             /// If `true`, CUDA matmuls use TensorFloat-32. Default: libtorch's setting.
             tf32: Option<bool> = None => Both("");

@@ -28,11 +28,11 @@ const HOST_BOUND: f64 = 0.75;
 /// The captured passes of a run.
 #[derive(Debug)]
 pub(super) struct Capture {
-    /// What becomes of the passes.
+    /// The decision about the passes.
     state: State,
-    /// The micro-batch before, and how often it has been repeated.
+    /// The micro-batch before, and the number of its repetitions.
     last: Option<(MicroBatchKey, u32)>,
-    /// How often a micro-batch differed from the one before it.
+    /// The number of micro-batches that differed from the one before them.
     changes: u32,
     /// The ids that each captured pass has checked.
     checked: Vec<(MicroBatchKey, (i64, i64))>,
@@ -50,7 +50,7 @@ enum State {
     On(Option<BackwardGraphs>),
 }
 
-/// How the next pass runs.
+/// A way to run the next pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
     /// Every operator is launched.
