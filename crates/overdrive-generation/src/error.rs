@@ -255,6 +255,12 @@ pub enum Error {
     Torch(#[from] tch::TchError),
 }
 
+impl From<overdrive_nn::Error> for Error {
+    fn from(error: overdrive_nn::Error) -> Error {
+        Error::Model(error.into())
+    }
+}
+
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 

@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-use overdrive_nn::{AdapterHost, AdapterRows, Linear, joint_base};
+use overdrive_nn::{AdapterHost, AdapterRows, Linear, RowChoice, RowUpdate, joint_base};
 use tch::Tensor;
 
 use crate::adapters::{are_disabled, as_strs};
 use crate::layer_adapters::{LayerAdapters, adapters_of};
-use crate::low_rank::{Addend, add_low_rank};
+use crate::low_rank::{Addend, add_low_rank, compute_kind};
 use crate::{
     BiasMode, Error, LoadAdapterOptions, LoadedAdapter, LoraAdapter, Result, active_adapters,
     disable_adapters, load_adapter, read_config, set_adapter,
@@ -101,17 +101,26 @@ impl LayerAdapters {
         let (weight, bias) = layer.in_use();
         let y = weight.forward(x, bias, fused)?;
         let (inputs, outputs) = (matrix(x)?, matrix(&y)?);
+        if let Some(choice) = rows.choice() {
+            let Some(updates) = updates_of_choice(&[layer], choice)? else {
+                let names: Vec<String> = choice.names().map(|name| format!("`{name}`")).collect();
+                return Err(Error::NotCombinable {
+                    adapters: names.join(", "),
+                    reason: "DoRA (`use_dora`) scales the layer's output, which the device cannot choose by row"
+                        .to_owned(),
+                });
+            };
+            add_chosen(&outputs, &inputs, &updates, choice)?;
+            return Ok(y);
+        }
         for (start, count, name) in rows.runs() {
-            let adapters = self.of_run(name)?;
             let (start, count) = (start as i64, count as i64);
             let x = inputs.f_narrow(0, start, count)?;
             let mut y = outputs.f_narrow(0, start, count)?;
-            if adapters.iter().any(|adapter| adapter.magnitude.is_some()) {
+            match updates_of(&[layer], name)? {
+                Some(addends) => drop(add_low_rank(y, &x, &addends)?),
                 // DoRA scales the weight's output, from which the bias would have to be subtracted first.
-                y.f_copy_(&self.adapted(layer, &x, &adapters, fused)?)?;
-            } else {
-                let addends: Vec<_> = adapters.iter().map(|one| addend(0, one)).collect();
-                let _same = add_low_rank(y, &x, &addends)?;
+                None => y.f_copy_(&self.adapted(layer, &x, &self.of_run(name)?, fused)?)?,
             }
         }
         Ok(y)
@@ -127,24 +136,18 @@ pub(crate) fn joint_rows(
 ) -> Result<Option<Tensor>> {
     let mut runs = Vec::new();
     for (first, count, name) in rows.runs() {
-        let (mut addends, mut start) = (Vec::new(), 0);
-        for layer in layers {
-            let own = adapters_of(layer);
-            if own.is_none() && layer.adapter().is_some_and(|other| other.is_active()) {
-                return Ok(None);
-            }
-            for adapter in own.map_or(Ok(Vec::new()), |own| own.of_run(name))? {
-                if adapter.magnitude.is_some() {
-                    return Ok(None);
-                }
-                addends.push(addend(start, adapter));
-            }
-            start += layer.weight().size()[0];
-        }
-        if !addends.is_empty() {
-            runs.push((first as i64, count as i64, addends));
-        }
+        let Some(addends) = updates_of(layers, name)? else {
+            return Ok(None);
+        };
+        runs.push((first as i64, count as i64, addends));
     }
+    let chosen = match rows.choice() {
+        None => None,
+        Some(choice) => match updates_of_choice(layers, choice)? {
+            Some(updates) => Some((choice, updates)),
+            None => return Ok(None),
+        },
+    };
     for layer in layers {
         check(layer, x, rows)?;
     }
@@ -154,15 +157,108 @@ pub(crate) fn joint_rows(
         let x = inputs.f_narrow(0, start, count)?;
         let _same = add_low_rank(outputs.f_narrow(0, start, count)?, &x, &addends)?;
     }
+    if let Some((choice, updates)) = chosen {
+        add_chosen(&outputs, &inputs, &updates, choice)?;
+    }
     Ok(Some(y))
 }
 
-fn addend(start: i64, adapter: &LoraAdapter) -> Addend<'_> {
-    Addend {
-        start,
-        adapter,
-        dropout: 0.0,
+/// Returns the updates of the rows that choose the adapter `name`, or `None` if one of them does more than add to the
+/// output of its layer.
+fn updates_of<'m>(layers: &[&'m Linear], name: Option<&str>) -> Result<Option<Vec<Addend<'m>>>> {
+    let (mut addends, mut start) = (Vec::new(), 0);
+    for layer in layers {
+        let own = adapters_of(layer);
+        if own.is_none() && layer.adapter().is_some_and(|other| other.is_active()) {
+            return Ok(None);
+        }
+        for adapter in own.map_or(Ok(Vec::new()), |own| own.of_run(name))? {
+            if adapter.magnitude.is_some() {
+                return Ok(None);
+            }
+            addends.push(Addend {
+                start,
+                adapter,
+                dropout: 0.0,
+            });
+        }
+        start += layer.weight().size()[0];
     }
+    Ok(Some(addends))
+}
+
+/// Returns the updates of all adapters of `choice` with the indices of the adapters, those of the same columns side by
+/// side, as [`updates_of`] does.
+fn updates_of_choice<'m>(
+    layers: &[&'m Linear],
+    choice: &RowChoice,
+) -> Result<Option<Vec<(usize, Addend<'m>)>>> {
+    let mut updates = Vec::new();
+    for (index, name) in choice.names().map(Some).chain([None]).enumerate() {
+        let Some(addends) = updates_of(layers, name)? else {
+            return Ok(None);
+        };
+        updates.extend(addends.into_iter().map(|addend| (index, addend)));
+    }
+    updates.sort_by_key(|(_, addend)| addend.start);
+    Ok(Some(updates))
+}
+
+/// Adds the updates of the adapters that rows of `x (N, I)` choose to `y (N, ΣO)`: all adapters project every row, and
+/// the projections of others become 0.
+fn add_chosen(
+    y: &Tensor,
+    x: &Tensor,
+    updates: &[(usize, Addend<'_>)],
+    choice: &RowChoice,
+) -> Result<()> {
+    let Some((_, first)) = updates.first() else {
+        return Ok(());
+    };
+    let compute = compute_kind(x, first.adapter);
+    let stacked = |tensors: Vec<&Tensor>, dim| -> Result<Tensor> {
+        let all = match tensors[..] {
+            [only] => only.shallow_clone(),
+            _ => Tensor::f_cat(&tensors, dim)?,
+        };
+        Ok(all.f_to_kind(compute)?)
+    };
+    let own = updates.iter().map(|(index, addend)| RowUpdate {
+        adapter: *index,
+        rank: addend.adapter.rank(),
+        scale: addend.adapter.scale,
+    });
+    let factors = choice.factors(&own.collect::<Vec<_>>(), compute)?;
+    let a = updates.iter().map(|(_, addend)| &addend.adapter.a);
+    let a = stacked(a.collect(), 0)?;
+    let mut h = x.f_to_kind(compute)?.f_mm(&a.f_tr()?)?;
+    let h = h.f_mul_(&factors)?;
+    let mut offset = 0;
+    for group in updates.chunk_by(|(_, one), (_, next)| one.start == next.start) {
+        let (adapters, start) = (
+            group.iter().map(|(_, addend)| addend.adapter),
+            group[0].1.start,
+        );
+        let rank = adapters.clone().map(LoraAdapter::rank).sum();
+        let b = stacked(adapters.clone().map(|adapter| &adapter.b).collect(), 1)?;
+        let own = h.f_narrow(1, offset, rank)?;
+        offset += rank;
+        let mut columns = y.f_narrow(1, start, b.size()[0])?;
+        let _same = match columns.kind() == compute {
+            true => columns.f_addmm_(&own, &b.f_tr()?)?,
+            false => columns.f_add_(&own.f_mm(&b.f_tr()?)?)?,
+        };
+        for (index, adapter) in group.iter().map(|(index, addend)| (index, addend.adapter)) {
+            let Some(bias) = &adapter.bias else { continue };
+            let one = RowUpdate {
+                adapter: *index,
+                rank: 1,
+                scale: adapter.scale,
+            };
+            let _same = columns.f_add_(&choice.factors(&[one], compute)?.f_mul(bias)?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Checks that the layer has the rows of the batch and is not in training mode: updates are added in place.

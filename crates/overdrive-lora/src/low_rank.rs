@@ -30,12 +30,7 @@ pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> 
     let Some(first) = addends.first() else {
         return Ok(base);
     };
-    let state = autocast::state(x.device());
-    // As in PEFT: the adapter's dtype, or autocast's if it is on; fp64 stays, for gradient checks.
-    let compute = match state {
-        Ok(state) if state.enabled && first.adapter.a().kind() != Kind::Double => state.dtype,
-        _ => first.adapter.a().kind(),
-    };
+    let compute = compute_kind(x, first.adapter);
     let mut inputs = vec![&base, x];
     for addend in addends {
         inputs.extend([addend.adapter.a(), addend.adapter.b()]);
@@ -46,6 +41,15 @@ pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> 
         addends: addends.iter().map(AddendShape::of).collect(),
     };
     Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Returns the dtype of the matmuls of an adapter, as in PEFT: its own, or autocast's if that is on; fp64 stays, for
+/// gradient checks.
+pub(crate) fn compute_kind(x: &Tensor, adapter: &LoraAdapter) -> Kind {
+    match autocast::state(x.device()) {
+        Ok(state) if state.enabled && adapter.a.kind() != Kind::Double => state.dtype,
+        _ => adapter.a.kind(),
+    }
 }
 
 /// An [`Addend`] without its tensors.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tch::Tensor;
 
-use crate::Result;
+use crate::{Result, RowChoice};
 
 thread_local! {
     static CURRENT: RefCell<Option<Rc<AdapterRows>>> = const { RefCell::new(None) };
@@ -18,6 +18,8 @@ thread_local! {
 /// While it is [in scope](AdapterRows::scope) on a thread, the layers of a model multiply all rows by their weights
 /// at once, and apply each adapter to its own rows only. A layer without the adapter of a row computes its weight
 /// alone for that row. A row without a name uses the adapters that are active in the model, as without a scope.
+///
+/// Adapters that the host does not know, because a CUDA graph reads them, are a [`RowChoice`].
 ///
 /// A row is one input vector of a layer: an input `(…, I)` has as many rows as its other dimensions have elements.
 ///
@@ -31,10 +33,12 @@ thread_local! {
 /// assert_eq!(rows.runs().collect::<Vec<_>>(), [(0, 3, None), (3, 3, Some("french"))]);
 /// let _scope = rows.scope(); // until it is dropped, models on this thread compute these rows
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct AdapterRows {
     /// The number of rows and the adapter of each run of rows.
     runs: Vec<(usize, Option<Arc<str>>)>,
+    /// The adapters of all rows instead of `runs`.
+    choice: Option<RowChoice>,
 }
 
 impl AdapterRows {
@@ -47,17 +51,23 @@ impl AdapterRows {
                 _ => runs.push((count, name)),
             }
         }
-        AdapterRows { runs }
+        AdapterRows { runs, choice: None }
     }
 
     /// Returns the number of rows.
     pub fn len(&self) -> usize {
-        self.runs.iter().map(|(count, _)| count).sum()
+        let runs: usize = self.runs.iter().map(|(count, _)| count).sum();
+        runs + self.choice.as_ref().map_or(0, RowChoice::len)
     }
 
     /// Returns `true` if there is no row.
     pub fn is_empty(&self) -> bool {
-        self.runs.is_empty()
+        self.len() == 0
+    }
+
+    /// Returns the adapters that a tensor on the device says. [`runs`](AdapterRows::runs) is empty then.
+    pub fn choice(&self) -> Option<&RowChoice> {
+        self.choice.as_ref()
     }
 
     /// Returns the first row, the number of rows and the adapter of each run.
@@ -71,21 +81,28 @@ impl AdapterRows {
     }
 
     /// Returns the adapters of `len` rows from row `start` on.
-    #[must_use]
-    pub fn narrow(&self, start: usize, len: usize) -> AdapterRows {
+    ///
+    /// # Errors
+    /// An error of libtorch for a [`choice`](AdapterRows::choice) of fewer rows.
+    pub fn narrow(&self, start: usize, len: usize) -> Result<AdapterRows> {
+        if let Some(choice) = &self.choice {
+            return Ok(choice.narrow(start, len)?.into());
+        }
         let end = start.saturating_add(len);
         let mut first = 0;
-        AdapterRows::new(self.runs.iter().map(|(count, name)| {
+        Ok(AdapterRows::new(self.runs.iter().map(|(count, name)| {
             let run = first..first + count;
             first = run.end;
             let inside = run.end.min(end).saturating_sub(run.start.max(start));
             (inside, name.clone())
-        }))
+        })))
     }
 
     /// Returns the names of the adapters.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.runs.iter().filter_map(|(_, name)| name.as_deref())
+        let chosen = self.choice.iter().flat_map(RowChoice::names);
+        let runs = self.runs.iter();
+        runs.filter_map(|(_, name)| name.as_deref()).chain(chosen)
     }
 
     /// Puts the rows in scope on this thread until the returned guard is dropped.
@@ -116,6 +133,15 @@ impl AdapterRows {
             self.len()
         );
         Err(overdrive_core::Error::shape(format!("input of {layer}"), size, expected).into())
+    }
+}
+
+impl From<RowChoice> for AdapterRows {
+    fn from(choice: RowChoice) -> AdapterRows {
+        AdapterRows {
+            runs: Vec::new(),
+            choice: Some(choice),
+        }
     }
 }
 

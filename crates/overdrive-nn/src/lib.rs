@@ -33,6 +33,7 @@ mod error;
 mod host;
 mod joint;
 mod linear;
+mod row_choice;
 mod rows;
 mod weight;
 
@@ -43,5 +44,6 @@ pub use error::{Error, Result};
 pub use host::{AdapterHost, AdapterState};
 pub use joint::{joint_base, joint_forward};
 pub use linear::Linear;
+pub use row_choice::{RowChoice, RowUpdate};
 pub use rows::joint_forward_into;
 pub use weight::LinearWeight;

@@ -7,7 +7,8 @@ use overdrive_graphs::{BareGraph, CaptureOptions};
 use overdrive_kv_cache::{
     KvCacheDtype, PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId,
 };
-use overdrive_nn::AdapterRows;
+use overdrive_nn::{AdapterRows, RowChoice};
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 use tracing::{debug, warn};
 
@@ -39,11 +40,26 @@ pub(crate) struct CapturedSteps {
     outputs: Outputs,
     /// The numbers of the rows, i64.
     rows: Tensor,
+    /// The adapters of steps that have several.
+    mixed: MixedAdapters,
     /// An exclusive upper bound of all positions.
     position_bound: i64,
     /// `true` after a capture that failed.
     is_off: bool,
     replays: u64,
+}
+
+/// The adapters of the rows of a step that has several, which its graph reads on the device.
+#[derive(Debug)]
+struct MixedAdapters {
+    names: Arc<[Arc<str>]>,
+    choice: RowChoice,
+    /// The tensor of `choice`, i64 `(rows,)`.
+    numbers: Tensor,
+    /// The values of `numbers`.
+    written: Vec<i64>,
+    /// `true` after a capture that failed.
+    is_off: bool,
 }
 
 /// The tensors that a graph writes; their first rows belong to the sequences of the step.
@@ -66,8 +82,27 @@ pub(crate) struct Replayed<'a> {
     pub(crate) best: Tensor,
 }
 
-/// The number of rows of a step, and the adapter that all of them use.
-type Key = (usize, Option<Arc<str>>);
+/// The number of rows of a step, and their adapters.
+type Key = (usize, Adapters);
+
+/// The adapters of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Adapters {
+    /// All rows have this one.
+    All(Option<usize>),
+    /// The rows have different ones.
+    Mixed,
+}
+
+impl Adapters {
+    fn of(rows: &[Option<usize>]) -> Adapters {
+        let first = rows.first().copied().flatten();
+        match rows.iter().all(|row| *row == first) {
+            true => Adapters::All(first),
+            false => Adapters::Mixed,
+        }
+    }
+}
 
 /// The graphs of an engine.
 #[derive(Debug, Clone, Copy, Default)]
@@ -120,6 +155,8 @@ impl CapturedSteps {
         let context = model.context().min(longest);
         let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         let scores = [int(rows), int(model.vocab_size())];
+        let names: Arc<[Arc<str>]> = model.adapters().into_iter().map(Arc::from).collect();
+        let numbers = Tensor::f_zeros([int(rows)], (Kind::Int64, device))?;
         Ok(CapturedSteps {
             graphs: BTreeMap::new(),
             inputs: cache.decode_inputs(rows, longest)?,
@@ -128,20 +165,27 @@ impl CapturedSteps {
                 best: Tensor::f_zeros([int(rows), 2], (Kind::Int, device))?,
             },
             rows: Tensor::f_arange(int(rows), (Kind::Int64, device))?,
+            mixed: MixedAdapters {
+                choice: RowChoice::new(Arc::clone(&names), &numbers)?,
+                names,
+                numbers,
+                written: vec![0; rows],
+                is_off: false,
+            },
             position_bound: int(context),
             is_off: false,
             replays: 0,
         })
     }
 
-    /// Returns `true` if steps of this number of sequences are captured already.
-    pub(crate) fn knows(&self, sequences: usize, adapter: Option<Arc<str>>) -> bool {
-        let key = (rows_for(sequences), adapter);
+    /// Returns `true` if steps of sequences with these adapters are captured already.
+    pub(crate) fn knows(&self, adapters: &[Option<usize>]) -> bool {
+        let key = (rows_for(adapters.len()), Adapters::of(adapters));
         !self.is_off && (is_forced() || self.graphs.contains_key(&key))
     }
 
-    /// Launches a step with one new token for each of some sequences, which all have the same adapter. If `ids`, i32 or
-    /// i64 `(N,)`, is given, it replaces the tokens. Returns `None`, without doing anything, if the step cannot be
+    /// Launches a step with one new token for each of some sequences, and the index of their adapter among those of the
+    /// model. If `ids`, i32 or i64 `(N,)`, is given, it replaces the tokens. Returns `None`, without doing anything, if the step cannot be
     /// replayed; the caller then runs the plain step.
     ///
     /// # Errors
@@ -152,21 +196,23 @@ impl CapturedSteps {
         cache: &'a mut PagedCache,
         new_tokens: &[(SequenceId, i64)],
         ids: Option<&Tensor>,
-        adapter: Option<Arc<str>>,
+        adapters: &[Option<usize>],
     ) -> Result<Option<Replayed<'a>>> {
         let CapturedSteps {
             graphs,
             inputs,
             outputs,
             rows: numbers,
+            mixed,
             position_bound,
             is_off,
             replays,
         } = self;
         let rows = rows_for(new_tokens.len());
-        let key = (rows, adapter);
+        let key = (rows, Adapters::of(adapters));
         let is_full = graphs.len() >= MOST_GRAPHS && !graphs.contains_key(&key);
-        if *is_off || rows > inputs.rows() || is_full {
+        let is_mixed = key.1 == Adapters::Mixed;
+        if *is_off || (is_mixed && mixed.is_off) || rows > inputs.rows() || is_full {
             return Ok(None);
         }
         let Some(mut step) = cache.decode_step(inputs, new_tokens, rows)? else {
@@ -175,9 +221,16 @@ impl CapturedSteps {
         if let Some(ids) = ids {
             step.set_input_ids(ids)?;
         }
-        let work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
+        if is_mixed {
+            mixed.write(adapters)?;
+        }
+        let all = mixed.of_rows(&key)?;
+        let work = || forward(model, &mut step, outputs, numbers, *position_bound, &all);
         if !captured(graphs, &key, numbers.device(), work)? {
-            *is_off = true;
+            match is_mixed {
+                true => mixed.is_off = true,
+                false => *is_off = true,
+            }
             return Ok(None);
         }
         if let Some(graph) = graphs.get(&key) {
@@ -208,6 +261,7 @@ impl CapturedSteps {
             inputs,
             outputs,
             rows: numbers,
+            mixed,
             position_bound,
             is_off,
             ..
@@ -220,14 +274,15 @@ impl CapturedSteps {
         sizes.dedup();
         // The largest step is captured first: the others fit into its memory.
         for rows in sizes.into_iter().rev() {
-            let key = (rows, None);
+            let key = (rows, Adapters::All(None));
             if *is_off || graphs.len() >= MOST_GRAPHS || graphs.contains_key(&key) {
                 continue;
             }
             let Some(mut step) = cache.decode_step(inputs, &[], rows)? else {
                 continue;
             };
-            let work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
+            let none = mixed.of_rows(&key)?;
+            let work = || forward(model, &mut step, outputs, numbers, *position_bound, &none);
             *is_off = !captured(graphs, &key, numbers.device(), work)?;
         }
         Ok(())
@@ -241,6 +296,38 @@ impl CapturedSteps {
             bytes: bytes + self.graphs.values().map(BareGraph::pool_bytes).sum::<u64>(),
             replays: self.replays,
         }
+    }
+}
+
+impl MixedAdapters {
+    /// Writes the adapters of the first rows.
+    fn write(&mut self, adapters: &[Option<usize>]) -> Result<()> {
+        let number = |adapter: &Option<usize>| adapter.unwrap_or(self.names.len()) as i64;
+        let numbers: Vec<i64> = adapters.iter().map(number).collect();
+        // Most steps have the sequences of the step before.
+        if self.written[..numbers.len()] == numbers {
+            return Ok(());
+        }
+        let new = to_device(Tensor::f_from_slice(&numbers)?, self.numbers.device())?;
+        let mut own = self.numbers.f_narrow(0, 0, numbers.len() as i64)?;
+        own.f_copy_(&new)?;
+        self.written[..numbers.len()].copy_from_slice(&numbers);
+        Ok(())
+    }
+
+    /// Returns the adapters of the rows of a step.
+    fn of_rows(&self, (rows, adapters): &Key) -> Result<Option<StepAdapters>> {
+        let all = match adapters {
+            Adapters::All(None) => return Ok(None),
+            Adapters::All(Some(index)) => {
+                AdapterRows::new([(*rows, self.names.get(*index).cloned())])
+            }
+            Adapters::Mixed => self.choice.narrow(0, *rows)?.into(),
+        };
+        Ok(Some(StepAdapters {
+            tokens: all.clone(),
+            logits: all,
+        }))
     }
 }
 
@@ -265,11 +352,17 @@ fn captured(
         Ok(graph) => {
             let (rows, bytes) = (key.0, graph.pool_bytes());
             debug!("captured a decoding step of {rows} rows: {bytes} bytes");
-            graphs.insert(key.clone(), graph);
+            graphs.insert(*key, graph);
             Ok(true)
         }
         Err(error) => {
-            report(&error);
+            match key.1 {
+                Adapters::All(_) => report(&error),
+                Adapters::Mixed => warn!(
+                    "cannot capture decoding steps of several adapters, so their operations are launched one by one, \
+                     which is slower: {error}"
+                ),
+            }
             Ok(false)
         }
     }
@@ -290,17 +383,10 @@ fn forward<M: EngineModel>(
     outputs: &Outputs,
     numbers: &Tensor,
     position_bound: i64,
-    (rows, adapter): &Key,
+    adapters: &Option<StepAdapters>,
 ) -> Result<()> {
-    let count = i64::try_from(*rows).unwrap_or(i64::MAX);
-    let adapters = adapter.as_ref().map(|adapter| {
-        let all = AdapterRows::new([(*rows, Some(Arc::clone(adapter)))]);
-        StepAdapters {
-            tokens: all.clone(),
-            logits: all,
-        }
-    });
     let (input_ids, position_ids) = (step.input_ids()?, step.position_ids()?);
+    let count = input_ids.numel() as i64;
     let logits = model.forward(RaggedStep {
         input_ids: &input_ids,
         position_ids: &position_ids,

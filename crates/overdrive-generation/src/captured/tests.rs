@@ -293,7 +293,7 @@ fn captures_at_the_start_change_no_sequence() {
 }
 
 #[test]
-fn sequences_of_one_adapter_are_replayed_together() {
+fn sequences_of_any_adapters_are_replayed() {
     let mut model = model();
     for (seed, name) in ["one", "two"].iter().enumerate() {
         let lora = LoraConfig {
@@ -313,28 +313,36 @@ fn sequences_of_one_adapter_are_replayed_together() {
         (0..)
             .zip(names)
             .map(|(seed, name)| {
-                let mut request = Request::new(prompt(seed, 9), config(30, None));
+                let sampled = (seed % 4 == 3).then_some(7);
+                let beginning = prompt(0, 9);
+                let config = config(24 + seed as usize, sampled);
+                let mut request = Request::new([beginning, prompt(seed, 5)].concat(), config);
                 request.adapter = name.map(Arc::from);
                 request
             })
             .collect()
     };
-    for (names, mostly) in [
-        ([Some("one"); 3], true),
-        ([Some("one"), None, Some("two")], false),
-    ] {
-        let requests = || requests(&names);
-        let (plain, _) = served(&model, small(|_| {}), &requests, None);
+    let one = [Some("one"); 3];
+    let three = [
+        Some("one"),
+        None,
+        Some("two"),
+        Some("one"),
+        None,
+        Some("two"),
+        None,
+    ];
+    for (names, blocks) in [(&one[..], 200), (&three, 200), (&three, 34)] {
+        let requests = || requests(names);
+        let settings = || small(|settings| settings.num_blocks = Some(blocks));
+        let (plain, _) = served(&model, settings(), &requests, Some(2));
         let forced = Forced::new();
-        let (captured, counts) = served(&model, small(|_| {}), &requests, None);
+        let (captured, counts) = served(&model, settings(), &requests, Some(2));
         drop(forced);
-        assert_eq!(captured, plain);
-        // Steps of different adapters are replayed only once a single adapter is left.
-        assert_eq!(
-            counts.replayed_steps > counts.steps / 2,
-            mostly,
-            "{counts:?}"
-        );
+        assert_same(captured, plain, 2);
+        assert!(counts.replayed_steps > counts.steps / 2, "{counts:?}");
+        assert!(counts.steps_ahead > 0, "{counts:?}");
+        assert_eq!(counts.preemptions > 0, blocks < 200, "{counts:?}");
     }
 }
 

@@ -99,7 +99,8 @@ impl<'a> Ragged<'a> {
         if let Some(captured) = &mut self.captured {
             let rows = self.rows.iter().copied();
             let new_tokens: Vec<_> = rows.zip(tokens.iter().copied()).collect();
-            let run = captured.run(self.model, &mut self.cache, &new_tokens, None, None)?;
+            let none = vec![None; new_tokens.len()];
+            let run = captured.run(self.model, &mut self.cache, &new_tokens, None, &none)?;
             if let Some(replayed) = run {
                 replayed.step.commit();
                 return Ok(replayed.logits.f_unsqueeze(1)?);
@@ -117,15 +118,14 @@ impl<'a> Ragged<'a> {
             return Ok(());
         };
         let needed = self.rows.iter().map(|id| self.cache.blocks_needed(*id, 1));
-        if !captured.knows(self.rows.len(), None)
-            || needed.sum::<usize>() > self.cache.free_blocks()
-        {
+        let none = vec![None; self.rows.len()];
+        if !captured.knows(&none) || needed.sum::<usize>() > self.cache.free_blocks() {
             return Ok(());
         }
         let new_tokens: Vec<_> = self.rows.iter().map(|id| (*id, 0)).collect();
         let ids = tokens.f_flatten(0, -1)?;
         let (model, cache) = (self.model, &mut self.cache);
-        if let Some(replayed) = captured.run(model, cache, &new_tokens, Some(&ids), None)? {
+        if let Some(replayed) = captured.run(model, cache, &new_tokens, Some(&ids), &none)? {
             replayed.step.launch();
             self.ahead = Some(replayed.logits);
         }

@@ -17,7 +17,8 @@ use crate::host_copy::HostCopy;
 #[derive(Debug)]
 pub(super) struct Flight {
     sequences: Vec<SequenceId>,
-    adapter: Option<usize>,
+    /// The index of the adapter of each sequence.
+    adapters: Vec<Option<usize>>,
     /// The logits `(N, V)`, until the next replay.
     logits: Tensor,
     /// The token with the largest logit of each row, i32 `(N,)` on the device.
@@ -38,7 +39,7 @@ impl Flight {
     fn new(
         replayed: Replayed<'_>,
         sequences: Vec<SequenceId>,
-        adapter: Option<usize>,
+        adapters: Vec<Option<usize>>,
     ) -> Result<Flight> {
         // A separate copy, because the next replay overwrites the tensor.
         let best = replayed
@@ -51,7 +52,7 @@ impl Flight {
             likeliest,
             best,
             sequences,
-            adapter,
+            adapters,
             logits: replayed.logits,
         })
     }
@@ -65,11 +66,9 @@ impl<M: EngineModel> Engine<M> {
             return Ok(None);
         };
         let running = self.scheduler.running();
-        let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
-        let shared = chunks.first().and_then(adapter);
         let decodes = |chunk: &Chunk| {
             let is_last = chunk.end == running[chunk.sequence].tokens.len();
-            is_last && chunk.len() == 1 && adapter(chunk) == shared
+            is_last && chunk.len() == 1
         };
         if !chunks.iter().all(decodes) {
             return Ok(None);
@@ -79,11 +78,13 @@ impl<M: EngineModel> Engine<M> {
             Ok((id, running[chunk.sequence].tokens[chunk.start]))
         };
         let new_tokens = chunks.iter().map(new_token).collect::<Result<Vec<_>>>()?;
-        let name = shared.and_then(|index| self.limits.adapters.get(index).cloned());
-        let replayed = captured.run(&self.model, &mut self.cache, &new_tokens, None, name)?;
+        let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
+        let adapters: Vec<Option<usize>> = chunks.iter().map(adapter).collect();
+        let (model, cache) = (&self.model, &mut self.cache);
+        let replayed = captured.run(model, cache, &new_tokens, None, &adapters)?;
         let sequences = new_tokens.into_iter().map(|(id, _)| id).collect();
         replayed
-            .map(|replayed| Flight::new(replayed, sequences, shared))
+            .map(|replayed| Flight::new(replayed, sequences, adapters))
             .transpose()
     }
 
@@ -92,7 +93,7 @@ impl<M: EngineModel> Engine<M> {
     pub(super) fn land(&mut self, flight: Flight) -> Result<usize> {
         let Flight {
             sequences,
-            adapter,
+            adapters,
             logits,
             likeliest,
             best,
@@ -139,7 +140,7 @@ impl<M: EngineModel> Engine<M> {
             best,
             kept: (kept.len() < sequences.len()).then_some(kept),
         };
-        match self.read(results, &ends, &sequences, adapter) {
+        match self.read(results, &ends, &sequences, &adapters) {
             Ok(logits) => self.logits = logits,
             Err(error) => {
                 // The step is undone, so that the next one computes the same.
@@ -163,7 +164,7 @@ impl<M: EngineModel> Engine<M> {
         results: Results,
         ends: &[usize],
         sequences: &[SequenceId],
-        adapter: Option<usize>,
+        adapters: &[Option<usize>],
     ) -> Result<StepLogits> {
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
         let logits = match &results.kept {
@@ -180,7 +181,7 @@ impl<M: EngineModel> Engine<M> {
         let plans = StepPlans::new(vocabulary, ends, &mut self.scheduler);
         let step = if plans.are_greedy() {
             if self.next_follows(ends)? {
-                self.flight = self.follow(sequences, &results.likeliest, adapter)?;
+                self.flight = self.follow(sequences, &results.likeliest, adapters)?;
                 self.counts.steps_ahead += u64::from(self.flight.is_some());
             }
             DeviceStep::greedy(&logits, vocabulary, plans.rows, results.best.words()?)
@@ -212,20 +213,19 @@ impl<M: EngineModel> Engine<M> {
         &mut self,
         sequences: &[SequenceId],
         likeliest: &Tensor,
-        adapter: Option<usize>,
+        adapters: &[Option<usize>],
     ) -> Result<Option<Flight>> {
         let Some(captured) = &mut self.captured else {
             return Ok(None);
         };
-        let name = adapter.and_then(|index| self.limits.adapters.get(index).cloned());
-        if !captured.knows(sequences.len(), name.clone()) {
+        if !captured.knows(adapters) {
             return Ok(None);
         }
         let new_tokens: Vec<(SequenceId, i64)> = sequences.iter().map(|id| (*id, 0)).collect();
         let (model, cache) = (&self.model, &mut self.cache);
-        let replayed = captured.run(model, cache, &new_tokens, Some(likeliest), name)?;
+        let replayed = captured.run(model, cache, &new_tokens, Some(likeliest), adapters)?;
         replayed
-            .map(|replayed| Flight::new(replayed, sequences.to_vec(), adapter))
+            .map(|replayed| Flight::new(replayed, sequences.to_vec(), adapters.to_vec()))
             .transpose()
     }
 }

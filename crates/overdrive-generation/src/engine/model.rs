@@ -123,7 +123,7 @@ pub struct RaggedStep<'a, 'c> {
 }
 
 /// The adapters of a step.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct StepAdapters {
     /// The adapter of each of the `T` tokens.
     pub tokens: AdapterRows,
@@ -206,7 +206,8 @@ impl EngineModel for CausalLm {
         let hidden = wanted_states(self, step)?;
         let mut start = 0;
         for (number, &rows) in blocks.iter().enumerate() {
-            let scope = adapters.map(|adapters| adapters.logits.narrow(start, rows).scope());
+            let narrowed = adapters.map(|adapters| adapters.logits.narrow(start, rows));
+            let scope = narrowed.transpose()?.map(AdapterRows::scope);
             let block = hidden.f_narrow(1, start as i64, rows as i64)?;
             let logits = self.logits(&block)?.f_squeeze_dim(0)?;
             drop(scope);

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use overdrive_lora::{
-    AddOptions, BiasMode, InitLoraWeights, LoraConfig, TargetModules, active_adapters, add_adapter,
-    disable_adapters, enable_adapters, load_adapter_for_rows, save_adapter, set_adapter,
-    set_training,
+    AddOptions, BiasMode, InitLoraWeights, LoraAdapter, LoraConfig, LoraLinear, TargetModules,
+    active_adapters, add_adapter, disable_adapters, enable_adapters, load_adapter_for_rows,
+    save_adapter, set_adapter, set_training,
 };
-use overdrive_nn::{AdapterRows, Linear, LinearWeight, joint_forward};
+use overdrive_nn::{AdapterRows, Linear, LinearWeight, RowChoice, joint_forward};
 use overdrive_quantization::QuantizedWeight;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::common::{F32, Host, distance, numbers};
 
@@ -110,6 +110,63 @@ fn each_row_is_computed_with_its_adapter() {
         // Outside of the scope the model is as before.
         assert!(distance(&single(&host, &x), &wanted) > 0.01);
     }
+}
+
+#[test]
+fn adapters_that_the_device_chooses_are_those_of_runs() {
+    let _no_grad = tch::no_grad_guard();
+    let mut host = host(false);
+    let biased = LoraConfig {
+        r: 3,
+        lora_alpha: 7.0,
+        lora_bias: true,
+        ..config(false)
+    };
+    add_adapter(&mut host, "c", &biased, &AddOptions::default()).unwrap();
+    for (_, linear) in &host.layers {
+        let bias = linear.lora_adapter("c").and_then(LoraAdapter::bias);
+        let _same = bias.unwrap().shallow_clone().fill_(0.25);
+    }
+    let x = numbers(&[1, 9, 16], 3.0, F32);
+    let joint = |host: &Host| {
+        let layers: Vec<&Linear> = host.layers.iter().map(|(_, linear)| linear).collect();
+        joint_forward(&x, &layers).unwrap()
+    };
+    let single = |host: &Host| host.layers[1].1.forward(&x).unwrap();
+    // The tensor of a graph keeps its address, and its values change.
+    let numbers = Tensor::zeros([9], (Kind::Int64, Device::Cpu));
+    let names: Vec<Arc<str>> = ["a", "b", "c"].map(Arc::from).to_vec();
+    let choice = RowChoice::new(names, &numbers).unwrap();
+    for active in [&[][..], &["b"], &["a", "c"]] {
+        set_adapter(&mut host, active).unwrap();
+        for chosen in [[0, 0, 3, 1, 2, 2, 3, 1, 0], [3, 2, 1, 0, 3, 2, 1, 0, 2]] {
+            let name = |index: &i64| match index {
+                3 => (1, None),
+                _ => (1, Some(["a", "b", "c"][*index as usize])),
+            };
+            let runs = rows(&chosen.iter().map(name).collect::<Vec<_>>()).scope();
+            let wanted = (joint(&host), single(&host));
+            drop(runs);
+            numbers.shallow_clone().copy_(&Tensor::from_slice(&chosen));
+            let _scope = AdapterRows::from(choice.clone()).scope();
+            assert!(distance(&joint(&host), &wanted.0) < 1e-6);
+            assert!(distance(&single(&host), &wanted.1) < 1e-6);
+        }
+    }
+}
+
+#[test]
+fn the_device_cannot_choose_dora() {
+    let host = host(true);
+    let x = numbers(&[1, 1, 16], 3.0, F32);
+    let choice = Tensor::from_slice(&[0i64]);
+    let choice = RowChoice::new(vec!["dora".into()], &choice).unwrap();
+    let _scope = AdapterRows::from(choice).scope();
+    let error = host.layers[0].1.forward(&x).unwrap_err().to_string();
+    assert!(
+        error.contains("`dora`") && error.contains("DoRA"),
+        "{error}"
+    );
 }
 
 #[test]
