@@ -155,7 +155,11 @@ fn token_by_token<M: GenerationModel + ?Sized>(
                 decoder.reorder(&kept)?;
             }
             let logits = decoder.step(&rows.last_tokens())?;
-            rows.choose_ahead(&logits, on_token, |likeliest| decoder.look_ahead(likeliest))?;
+            let mut ahead = |tokens: &Tensor| decoder.look_ahead(tokens);
+            if !rows.choose_ahead(&logits, on_token, &mut ahead)? {
+                // The step that has begun has other tokens.
+                decoder.reorder(&rows.in_order())?;
+            }
             rows.check_time();
         }
     }

@@ -5,7 +5,7 @@ use overdrive_core::random::entropy;
 use tch::Tensor;
 
 use crate::decoder::to_host;
-use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
+use crate::device_sampling::{Ahead, DeviceStep, LookAhead, RowLogits, RowPlan, stays_on_device};
 use crate::finish_reason::{end_after, is_late, limit};
 use crate::row_text::RowText;
 use crate::sampler::cuts::Candidates;
@@ -199,6 +199,7 @@ pub(crate) struct Rows<'a> {
     scores: Vec<f32>,
     /// The token that finished rows read.
     pad: i64,
+    look_ahead: LookAhead,
     start: Instant,
 }
 
@@ -254,6 +255,7 @@ impl<'a> Rows<'a> {
             rows,
             scores: Vec::new(),
             pad: config.pad(model.num_logits()),
+            look_ahead: LookAhead::default(),
             start: Instant::now(),
         })
     }
@@ -268,6 +270,11 @@ impl<'a> Rows<'a> {
 
     pub(crate) fn generated(&self) -> usize {
         self.rows.iter().map(Row::new_tokens).sum()
+    }
+
+    /// Returns the indices of the batch.
+    pub(crate) fn in_order(&self) -> Vec<usize> {
+        (0..self.batch.len()).collect()
     }
 
     /// Returns the input of the next step; padding for rows that have ended.
@@ -292,7 +299,7 @@ impl<'a> Rows<'a> {
     /// Chooses the next token of every unfinished row. `logits (B, 1, V)`.
     pub(crate) fn choose(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
         if stays_on_device(logits) {
-            return self.choose_on_device(logits, on_token, |_| Ok(()));
+            return self.choose_on_device(logits, on_token, None).map(|_| ());
         }
         let vocabulary = to_host(logits, &mut self.scores)?;
         let chunks = self.scores.chunks_exact_mut(vocabulary);
@@ -306,27 +313,32 @@ impl<'a> Rows<'a> {
         Ok(())
     }
 
-    /// Chooses tokens as [`choose`](Rows::choose) does. If the logits are on a device and every row of the batch takes
-    /// the token with the largest logit, `ahead` is called with these tokens, i64 `(B, 1)`, before the host waits for
-    /// them.
+    /// Chooses tokens as [`choose`](Rows::choose) does. If the logits are on a device, which finds the expected token of
+    /// every row of the batch, `ahead` is called with them, i64 `(B, 1)`, before the host waits. Returns `false` if the
+    /// rows chose other tokens.
     pub(crate) fn choose_ahead(
         &mut self,
         logits: &Tensor,
         on_token: &mut OnToken<'_>,
-        ahead: impl FnOnce(&Tensor) -> Result<()>,
-    ) -> Result<()> {
-        match stays_on_device(logits) {
-            true => self.choose_on_device(logits, on_token, ahead),
-            false => self.choose(logits, on_token),
+        ahead: Ahead<'_>,
+    ) -> Result<bool> {
+        if !stays_on_device(logits) {
+            return self.choose(logits, on_token).map(|()| true);
         }
+        let ahead = self.look_ahead.is_wanted().then_some(ahead);
+        let as_expected = self.choose_on_device(logits, on_token, ahead)?;
+        if !as_expected {
+            self.look_ahead.missed();
+        }
+        Ok(as_expected)
     }
 
     fn choose_on_device(
         &mut self,
         logits: &Tensor,
         on_token: &mut OnToken<'_>,
-        ahead: impl FnOnce(&Tensor) -> Result<()>,
-    ) -> Result<()> {
+        ahead: Option<Ahead<'_>>,
+    ) -> Result<bool> {
         let vocabulary = logits.size().last().copied().unwrap_or(0);
         let vocabulary = vocabulary.unsigned_abs() as usize;
         let rows = self.batch.iter().copied().enumerate();
@@ -338,20 +350,18 @@ impl<'a> Rows<'a> {
             let row = &mut self.rows[index];
             plans.push(Ok(row.state.plan(source, vocabulary, &row.ids)?));
         }
-        let is_whole = live.len() == self.batch.len();
-        let step = DeviceStep::before_reading(logits, vocabulary, plans, |likeliest| {
-            if is_whole {
-                ahead(likeliest)?;
-            }
-            Ok(())
-        })?;
+        let ahead = ahead.filter(|_| live.len() == self.batch.len());
+        let step = DeviceStep::before_reading(logits, vocabulary, plans, ahead)?;
+        let expected = step.expected();
+        let mut as_expected = true;
         for (planned, (_, index)) in live.into_iter().enumerate() {
             let row = &mut self.rows[index];
             let logits = RowLogits::Device(&step, planned);
             let choice = row.state.choose(logits, &row.ids)?;
+            as_expected &= (expected.as_ref()).is_none_or(|tokens| tokens[planned] == choice.id);
             row.push(choice, on_token)?;
         }
-        Ok(())
+        Ok(as_expected)
     }
 
     /// Removes finished rows from the batch: at once if that is free, else when at least half of the

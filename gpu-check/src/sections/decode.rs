@@ -383,6 +383,7 @@ fn timed(
     Ok(figures(model, tokens, steps.max(1), seconds)?
         .with("replayed", counts.replayed_steps as f64)
         .with("ahead", counts.steps_ahead as f64)
+        .with("discarded", counts.steps_discarded as f64)
         .with("graphs", counts.graphs as f64)
         .with("graphs GiB", bytes)
         .with("ready after s", warm_up.as_secs_f64()))

@@ -1,6 +1,11 @@
+use std::sync::Arc;
+
 use anyhow::{Result, anyhow, ensure};
 use overdrive::generation::{
     Engine, EngineConfig, EngineStatistics, Event, GenerationConfig, Request,
+};
+use overdrive::lora::{
+    AddOptions, InitLoraWeights, LoraConfig, TargetModules, add_adapter, set_adapter,
 };
 use overdrive::optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use overdrive::sys::memory;
@@ -46,10 +51,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         })?;
     }
     for &kind in kinds {
-        context.check(
-            format!("the engine by replays in {}", name_of(kind)),
-            || served(&config, device, kind),
-        )?;
+        for (rows, adapters) in [("", &[][..]), (", rows of several adapters", &["a", "b"])] {
+            context.check(
+                format!("the engine by replays in {}{rows}", name_of(kind)),
+                || served(&config, device, kind, adapters),
+            )?;
+        }
     }
     context.check("train by replays", || trained(&config, device))?;
     context.check("work after a failed capture", || after_failure(device))?;
@@ -128,9 +135,22 @@ fn tokens_of(count: i64) -> Vec<i64> {
 }
 
 /// Serves requests with and without graphs: sequences that join and end at different steps, share the beginning of
-/// their prompts, are preempted, sampled and cancelled.
-fn served(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
-    let model = model(config, device, kind)?;
+/// their prompts, are preempted, sampled and cancelled, and have one of `adapters` or none.
+fn served(config: &LlamaConfig, device: Device, kind: Kind, adapters: &[&str]) -> Result<Finding> {
+    let mut model = model(config, device, kind)?;
+    for (name, seed) in adapters.iter().zip(0..) {
+        let lora = LoraConfig {
+            init_lora_weights: InitLoraWeights::Random,
+            target_modules: Some(TargetModules::AllLinear),
+            ..LoraConfig::default()
+        };
+        let options = AddOptions {
+            seed,
+            ..AddOptions::default()
+        };
+        add_adapter(&mut model, name, &lora, &options)?;
+    }
+    set_adapter(&mut model, &[])?;
     let run = |enforce_eager: bool| -> Result<(Vec<Vec<i64>>, EngineStatistics)> {
         let mut settings = EngineConfig::default();
         settings.max_num_seqs = 12;
@@ -158,7 +178,10 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
                 } else {
                     Vec::new()
                 };
-                ids.push(engine.submit(Request::new([shared, prompt].concat(), request))?);
+                let mut request = Request::new([shared, prompt].concat(), request);
+                let own = row as usize % (adapters.len() + 1);
+                request.adapter = adapters.get(own).map(|name| Arc::from(*name));
+                ids.push(engine.submit(request)?);
             }
             if steps == 30 {
                 engine.cancel(ids[3])?;
@@ -189,6 +212,7 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
             .with("steps", counts.steps as f64)
             .with("replayed", counts.replayed_steps as f64)
             .with("ahead", counts.steps_ahead as f64)
+            .with("discarded", counts.steps_discarded as f64)
             .with("graphs", counts.graphs as f64)
             .with("graph bytes", counts.graph_bytes as f64),
     )

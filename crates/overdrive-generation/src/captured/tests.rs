@@ -10,6 +10,7 @@ use overdrive_lora::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 
 use super::rows_for;
+use crate::device_sampling::Misled;
 use crate::engine::EngineStatistics;
 use crate::{Engine, EngineConfig, GenerationConfig, ImagePatches, Request, RequestId, generate};
 
@@ -239,6 +240,43 @@ fn greedy_sequences_run_ahead_until_one_ends() {
 }
 
 #[test]
+fn sampled_sequences_run_ahead_and_a_step_of_other_tokens_is_discarded() {
+    let model = model();
+    let request = |seed: i64| {
+        let mut config = config(40 + 3 * seed as usize, Some(seed.unsigned_abs()));
+        config.eos_token_id = vec![5, 17];
+        config.top_k = [50, 0, 20][seed as usize % 3];
+        config.top_p = [1.0, 0.9][seed as usize % 2];
+        config.repetition_penalty = if seed == 4 { 1.2 } else { 1.0 };
+        config.logprobs = (seed == 3).then_some(2);
+        Request::new(prompt(seed, 6 + seed), config)
+    };
+    let requests = || (0..6).map(request).collect();
+    for blocks in [200, 90] {
+        let settings = || small(|settings| settings.num_blocks = Some(blocks));
+        let (plain, _) = served(&model, settings(), &requests, Some(4));
+        for misled in [false, true] {
+            let _forced = Forced::new();
+            let misled = misled.then(Misled::new);
+            let (captured, counts) = served(&model, settings(), &requests, Some(4));
+            assert_same(captured, plain.clone(), 4);
+            assert_eq!(counts.blocks_used, 0, "{counts:?}");
+            match misled {
+                None => {
+                    assert!(counts.steps_ahead > counts.steps / 2, "{counts:?}");
+                    assert_eq!(counts.steps_discarded, 0, "{counts:?}");
+                }
+                // Most of the steps begin with known tokens then.
+                Some(_) => {
+                    assert!(counts.steps_discarded > 0, "{counts:?}");
+                    assert!(counts.steps_ahead < counts.steps / 4, "{counts:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn nothing_is_replayed_where_it_is_turned_off_or_there_is_no_room() {
     let model = model();
     let requests = || vec![Request::new(prompt(1, 9), config(8, None))];
@@ -360,7 +398,11 @@ fn generate_gives_the_same_tokens() {
             let plain = generate(&model, &prompts, &config).unwrap();
             let forced = Forced::new();
             let captured = generate(&model, &prompts, &config).unwrap();
-            drop(forced);
+            assert_eq!(captured.sequences, plain.sequences);
+            // Steps that begin with other tokens are discarded.
+            let misled = Misled::new();
+            let captured = generate(&model, &prompts, &config).unwrap();
+            drop((misled, forced));
             assert_eq!(captured.sequences, plain.sequences);
         }
     }

@@ -11,6 +11,9 @@
 //! (`typical_p`, `epsilon_cutoff` or `eta_cutoff` without `top_k`; a nucleus of more than 512 tokens; forced tokens,
 //! `remove_invalid_values` and `exponential_decay_length_penalty`), and two numbers for the rank of a token that is
 //! not among the candidates.
+//!
+//! The device also finds the tokens that the host is [`Expected`] to choose, from which the next step of the model can begin
+//! before the host has read anything. If the host chooses otherwise, that step is discarded.
 
 mod changes;
 mod step;
@@ -19,7 +22,7 @@ use tch::{Device, Tensor};
 
 use crate::Result;
 pub(crate) use changes::RowChanges;
-pub(crate) use step::{DeviceStep, Draw, RowPlan, RowResult, TIES};
+pub(crate) use step::{Ahead, DeviceCut, DeviceStep, Draw, Expected, RowPlan, RowResult, TIES};
 
 /// The logits of one row.
 pub(crate) enum RowLogits<'a> {
@@ -27,6 +30,31 @@ pub(crate) enum RowLogits<'a> {
     Host(&'a mut [f32]),
     /// Row `.1` of a step on a device.
     Device(&'a DeviceStep, usize),
+}
+
+/// Decides whether the next step begins with the expected tokens.
+#[derive(Debug, Default)]
+pub(crate) struct LookAhead {
+    /// The number of steps that begin without.
+    pause: u32,
+}
+
+impl LookAhead {
+    /// The number of steps after an unexpected token: a flat distribution, whose tokens the device does not find, costs a
+    /// discarded step in so many.
+    const PAUSE: u32 = 32;
+
+    /// Returns `true` if the next step may begin with the expected tokens. Called once a step.
+    pub(crate) fn is_wanted(&mut self) -> bool {
+        let is_wanted = self.pause == 0;
+        self.pause = self.pause.saturating_sub(1);
+        is_wanted
+    }
+
+    /// Records a step that was discarded.
+    pub(crate) fn missed(&mut self) {
+        self.pause = Self::PAUSE;
+    }
 }
 
 /// Returns `true` if tokens are chosen from such logits on their device.
@@ -39,6 +67,12 @@ const fn is_forced() -> bool {
     false
 }
 
+/// Returns the expected tokens, which tests change.
+#[cfg(not(test))]
+const fn believed(tokens: Tensor) -> Tensor {
+    tokens
+}
+
 /// Copies a tensor of the host to the device of the logits.
 fn upload(host: Tensor, device: Device) -> Result<Tensor> {
     Ok(overdrive_sys::transfer::to_device(host, device)?)
@@ -47,4 +81,6 @@ fn upload(host: Tensor, device: Device) -> Result<Tensor> {
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-pub(crate) use tests::is_forced;
+use tests::believed;
+#[cfg(test)]
+pub(crate) use tests::{Misled, is_forced};

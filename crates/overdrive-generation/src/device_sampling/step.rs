@@ -6,7 +6,7 @@ use overdrive_sys::transfer;
 use tch::{Kind, Tensor};
 
 use super::changes::apply;
-use super::{RowChanges, upload};
+use super::{RowChanges, believed, upload};
 use crate::host_copy::HostCopy;
 use crate::row_scores::BestScores;
 use crate::{Error, Result, TokenMask};
@@ -28,6 +28,32 @@ pub(crate) enum Draw {
     OnHost,
 }
 
+/// The way in which a device finds the token that the host will choose. It may differ where rounding or equal scores
+/// decide.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Expected {
+    /// The best one.
+    Best,
+    /// The one that it draws from the whole distribution.
+    Drawn,
+    /// The one that it draws from the candidates.
+    Cut(DeviceCut),
+    /// It does not find it.
+    Unknown,
+}
+
+/// The cuts of the candidates, and the number in [0, 1) that selects one.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct DeviceCut {
+    /// 0 for all.
+    pub(crate) top_k: usize,
+    /// 1 for all.
+    pub(crate) top_p: f64,
+    /// 0 for all.
+    pub(crate) min_p: f64,
+    pub(crate) uniform: f64,
+}
+
 /// The plan for one row of a step.
 #[derive(Debug)]
 pub(crate) struct RowPlan {
@@ -37,6 +63,7 @@ pub(crate) struct RowPlan {
     /// `true` if the options may change a score.
     pub(crate) changed: bool,
     pub(crate) draw: Draw,
+    pub(crate) expected: Expected,
     pub(crate) temperature: f32,
     /// `true` if the sum over all tokens is needed.
     pub(crate) with_total: bool,
@@ -63,6 +90,9 @@ pub(crate) struct DeviceStep {
     columns: Columns,
 }
 
+/// What a step does with the expected tokens, i64 `(B, 1)` on the device.
+pub(crate) type Ahead<'a> = &'a mut dyn FnMut(&Tensor) -> Result<()>;
+
 /// The columns of each result.
 #[derive(Debug, Clone, Default)]
 struct Columns {
@@ -77,6 +107,7 @@ struct Columns {
     raw_total: Option<Range<usize>>,
     raw_scores: Option<Range<usize>>,
     raw_ids: Option<Range<usize>>,
+    expected: Option<Range<usize>>,
 }
 
 /// The results of one row.
@@ -103,16 +134,16 @@ impl DeviceStep {
         vocabulary: usize,
         rows: Vec<Result<RowPlan>>,
     ) -> Result<DeviceStep> {
-        DeviceStep::before_reading(logits, vocabulary, rows, |_| Ok(()))
+        DeviceStep::before_reading(logits, vocabulary, rows, None)
     }
 
-    /// Computes a step like [`new`](DeviceStep::new). If every row takes the token with the largest logit, `ahead` is
-    /// called with these tokens, i64 `(B, 1)` on the device, before the host waits for them.
+    /// Computes a step like [`new`](DeviceStep::new). If the device finds the expected token of every row, `ahead` is called
+    /// with them before the host waits for the results; it may overwrite the logits.
     pub(crate) fn before_reading(
         logits: &Tensor,
         vocabulary: usize,
         rows: Vec<Result<RowPlan>>,
-        ahead: impl FnOnce(&Tensor) -> Result<()>,
+        ahead: Option<Ahead<'_>>,
     ) -> Result<DeviceStep> {
         let logits = logits.f_reshape([-1, vocabulary as i64])?;
         let mut step = DeviceStep {
@@ -145,9 +176,17 @@ impl DeviceStep {
                 width: 2,
                 max: Some(0..1),
                 best: Some(1..2),
+                expected: Some(1..2),
                 ..Columns::default()
             },
         }
+    }
+
+    /// Returns the expected token of each row, if `ahead` was called with them.
+    pub(crate) fn expected(&self) -> Option<Vec<i64>> {
+        let column = self.columns.expected.clone()?.start;
+        let rows = self.words.chunks_exact(self.columns.width.max(1));
+        Some(rows.map(|row| i64::from(row[column])).collect())
     }
 
     /// Returns the size of the vocabulary.
@@ -183,7 +222,7 @@ impl DeviceStep {
         self.rows[..row].iter().filter(|plan| plan.is_ok()).count()
     }
 
-    fn run(&mut self, ahead: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
+    fn run(&mut self, ahead: Option<Ahead<'_>>) -> Result<()> {
         let device = self.logits.device();
         let plans: Vec<&RowPlan> = self.plans().collect();
         let sources: Vec<i64> = plans.iter().map(|plan| plan.source).collect();
@@ -231,27 +270,52 @@ impl DeviceStep {
             Draw::Candidates(count) => count,
             _ => 0,
         });
+        let mut found = Found {
+            best,
+            drawn: None,
+            top: None,
+            total: None,
+        };
         if let Some(wanted) = wanted.max().filter(|count| *count > 0) {
             let (best, ids) = self.best(&scores, wanted)?;
             columns.scores = Some(packed.push(&best)?);
             columns.ids = Some(packed.push(&ids)?);
+            found.top = Some((best, ids));
         }
         if plans.iter().any(|plan| plan.with_total) {
             let temperatures: Vec<f32> = plans.iter().map(|plan| plan.temperature).collect();
             let temperatures = upload(Tensor::f_from_slice(&temperatures)?, device)?;
             let temperatures = temperatures.f_unsqueeze(1)?;
-            columns.total = Some(packed.push(&total(&scores, &max, Some(&temperatures))?)?);
+            let total = total(&scores, &max, Some(&temperatures))?;
+            columns.total = Some(packed.push(&total)?);
+            found.total = Some(total);
         }
         if let Some(drawn) = draw(&scores, &max, &plans)? {
             columns.drawn = Some(packed.push(&drawn)?);
+            found.drawn = Some(drawn);
         }
+        let is_known = |plan: &&RowPlan| plan.expected != Expected::Unknown;
+        let is_known = self.rows.len() == plans.len() && plans.iter().all(is_known);
+        let ahead = match ahead.filter(|_| is_known) {
+            None => None,
+            Some(ahead) => {
+                let expected = believed(found.expected(&plans, self.vocabulary)?);
+                columns.expected = Some(packed.push(&expected)?);
+                Some((ahead, expected))
+            }
+        };
         let all = Tensor::f_cat(&packed.tensors, 1)?;
         columns.width = packed.width;
         // The only copy to the host in this step. It begins before `ahead` launches more work, so
         // that the host does not wait for that work.
         let read = HostCopy::begin(all)?;
-        if self.rows.len() == plans.len() && plans.iter().all(|plan| plan.is_greedy()) {
-            ahead(&best)?;
+        if let Some((ahead, expected)) = ahead {
+            if !plans.iter().all(|plan| plan.is_greedy()) {
+                // The host may read single rows later, when the next step has overwritten the model's.
+                let kind = self.logits.f_kind()?;
+                self.logits = self.logits.f_to_dtype(kind, false, true)?;
+            }
+            ahead(&expected)?;
         }
         (self.words, self.columns) = (read.words()?, columns);
         Ok(())
@@ -333,6 +397,99 @@ impl DeviceStep {
     fn logits_of(&self, row: usize) -> Result<Tensor> {
         let source = self.plan(row).map_or(0, |plan| plan.source);
         Ok(self.logits.f_select(0, source)?)
+    }
+}
+
+/// The results by which a device finds the expected tokens.
+#[derive(Debug)]
+struct Found {
+    /// The best token of each row, i64 `(B, 1)`.
+    best: Tensor,
+    /// The token that was drawn from the whole distribution, or the size of the vocabulary.
+    drawn: Option<Tensor>,
+    /// The best scores, best first, and their tokens.
+    top: Option<(Tensor, Tensor)>,
+    /// The sum over all tokens.
+    total: Option<Tensor>,
+}
+
+impl Found {
+    /// Returns the expected tokens, i64 `(B, 1)`.
+    fn expected(&self, plans: &[&RowPlan], vocabulary: usize) -> Result<Tensor> {
+        let device = self.best.device();
+        let is = |wanted: fn(&Expected) -> bool| -> Result<Tensor> {
+            let rows: Vec<bool> = plans.iter().map(|plan| wanted(&plan.expected)).collect();
+            Ok(upload(Tensor::f_from_slice(&rows)?, device)?.f_unsqueeze(1)?)
+        };
+        let mut tokens = self.best.shallow_clone();
+        if let Some(drawn) = &self.drawn {
+            let rows = is(|expected| *expected == Expected::Drawn)?;
+            let rows = rows.f_logical_and(&drawn.f_lt(vocabulary as i64)?)?;
+            tokens = drawn.f_to_kind(Kind::Int64)?.f_where_self(&rows, &tokens)?;
+        }
+        if let Some((scores, ids)) = &self.top {
+            let rows = is(|expected| matches!(expected, Expected::Cut(_)))?;
+            let cut = self.cut(scores, ids, plans)?;
+            tokens = cut.f_where_self(&rows, &tokens)?;
+        }
+        Ok(tokens)
+    }
+
+    /// Draws from the candidates as [`Candidates`](crate::sampler::cuts::Candidates) does.
+    fn cut(&self, scores: &Tensor, ids: &Tensor, plans: &[&RowPlan]) -> Result<Tensor> {
+        let most = scores.size()[1];
+        let given = plans.iter().map(|plan| {
+            let cut = match plan.expected {
+                Expected::Cut(cut) => cut,
+                _ => DeviceCut::default(),
+            };
+            let last = match cut.top_k {
+                0 => most - 1,
+                k => most.min(k as i64) - 1,
+            };
+            let top_p = match cut.top_p {
+                p if p < 1.0 => p,
+                _ => f64::INFINITY,
+            };
+            let with_total = f64::from(u8::from(plan.with_total));
+            let temperature = f64::from(plan.temperature);
+            [
+                temperature,
+                last as f64,
+                top_p,
+                cut.min_p,
+                cut.uniform,
+                with_total,
+            ]
+        });
+        let given: Vec<f64> = given.flatten().collect();
+        let given = upload(Tensor::f_from_slice(&given)?, scores.device())?.f_view([-1, 6])?;
+        let column = |index: i64| given.f_narrow(1, index, 1);
+        let temperature = column(0)?.f_to_kind(Kind::Float)?;
+        let scaled = scores.f_div(&temperature)?;
+        let weights = scaled.f_sub(&scaled.f_narrow(1, 0, 1)?)?.f_exp()?;
+        let kth = scores.f_gather(1, &column(1)?.f_to_kind(Kind::Int64)?, false)?;
+        let kept = scores.f_ge_tensor(&kth)?;
+        // In f64, as on the host.
+        let weights = weights.f_to_kind(Kind::Double)?.f_mul(&kept)?;
+        let sums = weights.f_cumsum(1, Kind::Double)?;
+        let own = sums.f_narrow(1, most - 1, 1)?;
+        let total = match &self.total {
+            Some(total) => total.f_where_self(&column(5)?.f_gt(0.0)?, &own)?,
+            None => own,
+        };
+        let kept = sums
+            .f_sub(&weights)?
+            .f_lt_tensor(&column(2)?.f_mul(&total)?)?;
+        let kept = kept.f_logical_and(&weights.f_ge_tensor(&column(3)?)?)?;
+        let weights = weights.f_mul(&kept)?;
+        let (ids, order) = ids.f_sort(1, false)?;
+        let sums = weights
+            .f_gather(1, &order, false)?
+            .f_cumsum(1, Kind::Double)?;
+        let target = sums.f_narrow(1, most - 1, 1)?.f_mul(&column(4)?)?;
+        let at = target.f_searchsorted(&sums, false, true, "right", None::<&Tensor>)?;
+        Ok(ids.f_gather(1, &at.f_clamp_max(most - 1)?, false)?)
     }
 }
 

@@ -10,7 +10,7 @@ use super::scheduler::Chunk;
 use super::step_logits::{StepEnd, StepLogits, StepPlans};
 use crate::Result;
 use crate::captured::Replayed;
-use crate::device_sampling::{DeviceStep, stays_on_device};
+use crate::device_sampling::{Ahead, DeviceStep, stays_on_device};
 use crate::host_copy::HostCopy;
 
 /// A replayed step whose results have not been read: the next token of each of some sequences.
@@ -24,6 +24,8 @@ pub(super) struct Flight {
     /// The token with the largest logit of each row, i32 `(N,)` on the device.
     likeliest: Tensor,
     best: HostCopy,
+    /// The tokens with which the step began before the host knew them; empty if it knew them.
+    expected: Vec<i64>,
 }
 
 /// The results of a flight.
@@ -54,6 +56,7 @@ impl Flight {
             sequences,
             adapters,
             logits: replayed.logits,
+            expected: Vec::new(),
         })
     }
 }
@@ -97,6 +100,7 @@ impl<M: EngineModel> Engine<M> {
             logits,
             likeliest,
             best,
+            expected: _,
         } = flight;
         let count = self.scheduler.running().len();
         let ids = (0..count).map(|index| self.scheduler.cache_id(index));
@@ -155,7 +159,28 @@ impl<M: EngineModel> Engine<M> {
         self.scheduler.computed(&chunks);
         let ends: Vec<StepEnd> = ends.into_iter().map(StepEnd::of).collect();
         self.choose(&ends)?;
+        self.discard_unexpected()?;
         Ok(ends.len())
+    }
+
+    /// Discards the step that was launched ahead if a sequence has chosen another token than the device expected.
+    fn discard_unexpected(&mut self) -> Result<()> {
+        let Some(flight) = &self.flight else {
+            return Ok(());
+        };
+        for (index, sequence) in self.scheduler.running().iter().enumerate() {
+            let id = self.scheduler.cache_id(index)?;
+            let row = flight.sequences.iter().position(|own| *own == id);
+            let expected = row.and_then(|row| flight.expected.get(row));
+            if expected.is_some() && expected != sequence.tokens.last() {
+                self.flight = None;
+                self.cache.land(|_| None);
+                self.look_ahead.missed();
+                self.counts.steps_discarded += 1;
+                return Ok(());
+            }
+        }
+        Ok(())
     }
 
     /// Returns the logits of the running sequences `ends`, or the results that their samples need.
@@ -179,15 +204,25 @@ impl<M: EngineModel> Engine<M> {
             return last.read(&logits, vocabulary, ends, &mut self.scheduler);
         }
         let plans = StepPlans::new(vocabulary, ends, &mut self.scheduler);
+        let looks_ahead =
+            plans.has_one_each() && self.look_ahead.is_wanted() && self.next_follows(ends)?;
         let step = if plans.are_greedy() {
-            if self.next_follows(ends)? {
+            if looks_ahead {
                 self.flight = self.follow(sequences, &results.likeliest, adapters)?;
-                self.counts.steps_ahead += u64::from(self.flight.is_some());
             }
             DeviceStep::greedy(&logits, vocabulary, plans.rows, results.best.words()?)
         } else {
-            DeviceStep::new(&logits, vocabulary, plans.rows)?
+            let mut ahead = |tokens: &Tensor| {
+                self.flight = self.follow(sequences, &tokens.f_flatten(0, -1)?, adapters)?;
+                Ok(())
+            };
+            let ahead: Option<Ahead<'_>> = looks_ahead.then_some(&mut ahead);
+            DeviceStep::before_reading(&logits, vocabulary, plans.rows, ahead)?
         };
+        if let Some(flight) = &mut self.flight {
+            flight.expected = step.expected().unwrap_or_default();
+            self.counts.steps_ahead += 1;
+        }
         Ok(StepLogits::Device(Box::new(step), plans.first))
     }
 

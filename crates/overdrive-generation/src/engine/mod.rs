@@ -21,6 +21,7 @@ use self::scheduler::{Limits, ScheduledSequence, Scheduler};
 use self::statistics::LatencyWindow;
 use self::step_logits::StepLogits;
 use crate::captured::CapturedSteps;
+use crate::device_sampling::LookAhead;
 use crate::images::PromptImages;
 use crate::speculation::check_vocabularies;
 use crate::{Error, FinishReason, ImagePatches, Result};
@@ -102,6 +103,7 @@ pub struct Engine<M> {
     captured: Option<CapturedSteps>,
     /// The step that the device computes between two calls of [`step`](Engine::step).
     flight: Option<Flight>,
+    look_ahead: LookAhead,
     model: M,
     device: Device,
     tokenizer: Option<Arc<Tokenizer>>,
@@ -180,6 +182,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(Engine {
             captured,
             flight: None,
+            look_ahead: LookAhead::default(),
             device: shape.device,
             limits: RequestLimits {
                 is_batch_invariant: tch::no_grad(|| model.is_batch_invariant()),

@@ -23,6 +23,8 @@ pub struct EngineStatistics {
     pub replayed_steps: u64,
     /// Those of them that the device was given before the tokens of the step before were read.
     pub steps_ahead: u64,
+    /// Those of them that were discarded, because a sequence had chosen another token than the device expected.
+    pub steps_discarded: u64,
     /// The CUDA graphs that were captured.
     pub graphs: usize,
     /// The bytes of their memory pools, and of what they read and write.

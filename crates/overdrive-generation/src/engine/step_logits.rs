@@ -131,9 +131,14 @@ impl StepPlans {
         StepPlans { rows, first }
     }
 
+    /// Returns `true` if each sequence has one sample.
+    pub(super) fn has_one_each(&self) -> bool {
+        self.rows.len() == self.first.len()
+    }
+
     /// Returns `true` if each sequence takes the token with the largest logit.
     pub(super) fn are_greedy(&self) -> bool {
-        self.rows.len() == self.first.len()
+        self.has_one_each()
             && (self.rows.iter()).all(|plan| plan.as_ref().is_ok_and(RowPlan::is_greedy))
     }
 }

@@ -3,7 +3,9 @@
 use super::cuts::{NoCandidates, TOP_H_TOKENS};
 use super::{Choice, Sampler};
 use crate::config::Cuts;
-use crate::device_sampling::{DeviceStep, Draw, RowChanges, RowPlan, RowResult, TIES};
+use crate::device_sampling::{
+    DeviceCut, DeviceStep, Draw, Expected, RowChanges, RowPlan, RowResult, TIES,
+};
 use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, changes, process};
 use crate::{Error, LogprobsMode, Result, TokenMask};
@@ -47,6 +49,7 @@ impl Sampler {
             changes: recorded,
             changed,
             draw,
+            expected: self.expected(draw),
             temperature: match config.is_greedy() {
                 true => 1.0,
                 false => config.temperature as f32,
@@ -54,6 +57,27 @@ impl Sampler {
             with_total: matches!(draw, Draw::Candidates(_)) && (config.is_greedy() || nucleus),
             raw: (config.logprobs)
                 .filter(|_| mode == LogprobsMode::RawLogprobs && draw != Draw::OnHost),
+        }
+    }
+
+    /// Returns the way in which a device finds the token of a row.
+    fn expected(&self, draw: Draw) -> Expected {
+        let cuts = self.config.cuts();
+        let is_simple = cuts.top_h.is_none()
+            && cuts.typical_p >= 1.0
+            && cuts.epsilon_cutoff <= 0.0
+            && cuts.eta_cutoff <= 0.0;
+        match draw {
+            Draw::OnHost => Expected::Unknown,
+            _ if self.config.is_greedy() => Expected::Best,
+            Draw::Whole(_) => Expected::Drawn,
+            Draw::Candidates(_) if is_simple => Expected::Cut(DeviceCut {
+                top_k: cuts.top_k,
+                top_p: cuts.top_p,
+                min_p: cuts.min_p.unwrap_or(0.0),
+                uniform: self.random.clone().uniform(),
+            }),
+            _ => Expected::Unknown,
         }
     }
 

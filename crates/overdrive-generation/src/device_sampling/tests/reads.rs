@@ -11,7 +11,7 @@ use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::{Device, Kind, Tensor};
 
 use super::{Forced, sampled};
-use crate::device_sampling::DeviceStep;
+use crate::device_sampling::{Ahead, DeviceStep};
 use crate::{Engine, EngineConfig, Event, GenerationConfig, Request, Sampler, generate_with};
 
 /// Counts operators that launch kernels, and the bytes that come back.
@@ -39,7 +39,12 @@ impl DispatchMode for Counter {
 }
 
 /// Returns the launches and the bytes of a step of `rows` rows.
-fn counted(rows: usize, vocabulary: usize, configs: &[GenerationConfig]) -> (Vec<String>, usize) {
+fn counted(
+    rows: usize,
+    vocabulary: usize,
+    configs: &[GenerationConfig],
+    looks_ahead: bool,
+) -> (Vec<String>, usize) {
     let logits = Tensor::randn([rows as i64, vocabulary as i64], (Kind::Float, Device::Cpu));
     let mut samplers: Vec<Sampler> = (0..rows)
         .map(|row| Sampler::new(&configs[row % configs.len()], 1, row).unwrap())
@@ -49,7 +54,9 @@ fn counted(rows: usize, vocabulary: usize, configs: &[GenerationConfig]) -> (Vec
     let plans = samplers.iter_mut().enumerate();
     let plans =
         plans.map(|(row, sampler)| Ok(sampler.plan(row, vocabulary, (&[1, 2, 3], 1), None)));
-    let step = DeviceStep::new(&logits, vocabulary, plans.collect()).unwrap();
+    let mut nothing = |_: &Tensor| Ok(());
+    let ahead: Option<Ahead<'_>> = looks_ahead.then_some(&mut nothing);
+    let step = DeviceStep::before_reading(&logits, vocabulary, plans.collect(), ahead).unwrap();
     for (row, sampler) in samplers.iter_mut().enumerate() {
         sampler.choose_on(&step, row, (&[1, 2, 3], 1)).unwrap();
     }
@@ -81,7 +88,7 @@ fn the_launches_and_bytes_of_a_step_do_not_grow_with_the_vocabulary() {
     ] {
         let mut found = Vec::new();
         for vocabulary in [4_000, 128_000] {
-            let (launches, bytes) = counted(64, vocabulary, std::slice::from_ref(config));
+            let (launches, bytes) = counted(64, vocabulary, std::slice::from_ref(config), false);
             println!(
                 "{name}: {} launches and {bytes} bytes for 64 rows of {vocabulary}, before 0 and {} bytes",
                 launches.len(),
@@ -94,9 +101,11 @@ fn the_launches_and_bytes_of_a_step_do_not_grow_with_the_vocabulary() {
         assert_eq!(found[0], found[1], "{name}");
     }
     let mixed = [greedy, top_k, sampled(), penalized];
-    let (launches, _) = counted(64, 4_000, &mixed);
-    println!("mixed: {} launches", launches.len());
-    assert!(launches.len() <= 30, "{launches:?}");
+    for (looks_ahead, most) in [(false, 30), (true, 60)] {
+        let (launches, _) = counted(64, 4_000, &mixed, looks_ahead);
+        println!("mixed: {} launches, ahead: {looks_ahead}", launches.len());
+        assert!(launches.len() <= most, "{launches:?}");
+    }
 }
 
 fn model() -> CausalLm {
