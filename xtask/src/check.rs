@@ -31,7 +31,7 @@ const MEAN_OF: usize = 5;
 const LEAST_FALL: f64 = 1.0;
 
 /// Runs every check and stops at the first failure. `commands` are the subcommands of `cargo xtask`. The tests come
-/// last, so that the log ends with cargo's own summary of them.
+/// last, so that the log ends with their summary.
 pub(crate) fn check(commands: &[String]) -> Result<()> {
     let begun = Instant::now();
     let step = |what: &str| {
@@ -66,13 +66,11 @@ pub(crate) fn check(commands: &[String]) -> Result<()> {
     matrix::without_libtorch()?;
     step("the manifest of a new project");
     new::resolve()?;
-    step("documentation");
-    cargo::docs(&[]).run()?;
     step("a short training run, whose loss must fall");
     training()?;
-    step("tests");
-    let tests = cargo::tests(&[], doctor::has_gpu(&found.libtorch));
-    tests.iter().try_for_each(Cargo::run)
+    step("tests, and beside them the documentation");
+    let gpu = doctor::has_gpu(&found.libtorch);
+    cargo::run_all_tests(gpu, vec![cargo::docs(&[])])
 }
 
 /// Returns an error with the remedy if `cargo deny` is not installed.

@@ -262,7 +262,7 @@ fn run(command: Command) -> Result<()> {
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => {
             let found = setup::setup(Request::Any, false)?;
-            cargo::run_all(cargo::tests(&further(2), doctor::has_gpu(&found.libtorch)))
+            cargo::run_tests(&further(2), doctor::has_gpu(&found.libtorch))
         }
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),

@@ -98,8 +98,9 @@ fn temporary() -> Result<(Made, PathBuf)> {
     Ok((parent, folder))
 }
 
-/// Makes a project in a temporary folder, and runs its program and its tests there.
+/// Builds a project of three files, makes a project in a temporary folder, and runs its program and its tests there.
 pub(crate) fn check() -> Result<()> {
+    cargo::outside_project().run()?;
     let (_parent, folder) = temporary()?;
     // The target folder of this workspace holds torch-sys, which takes minutes to compile.
     let target = torch::target_folder();

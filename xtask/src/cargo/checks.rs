@@ -3,11 +3,13 @@
 use std::ffi::OsString;
 
 use super::Cargo;
+use super::concurrent::test_all;
+use crate::failure::Result;
 
 /// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
 /// the threads that they wait for: on two cores, ten tests of gradient accumulation took 3.7 seconds of CPU
 /// time, and 0.4 with threads that sleep.
-const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
+pub(super) const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
 
 /// Builds the main program as the tests are built, with the same packages, features and profile, so that
 /// the tests compile none of it again; the output is Cargo's messages about the artifacts.
@@ -44,15 +46,36 @@ fn test(further: &[OsString]) -> Cargo {
     }
 }
 
-/// Returns the commands of the tests; without arguments, on a machine with a usable GPU, those that need it too.
-/// Elsewhere cargo's summary counts these as ignored, not as passed.
-pub(crate) fn tests(further: &[OsString], gpu: bool) -> Vec<Cargo> {
-    let mut commands = vec![test(further)];
-    if gpu && further.is_empty() {
-        let on_gpu = ["--", "--ignored", "on_a_gpu"].map(OsString::from);
-        commands.push(test(&on_gpu));
+/// Builds the test programs; the output is Cargo's messages about them.
+pub(super) fn test_programs() -> Cargo {
+    test(&["--no-run", "--message-format=json-render-diagnostics"].map(OsString::from))
+}
+
+/// Runs the tests in the documentation.
+pub(super) fn documentation_tests() -> Cargo {
+    test(&["--doc".into()])
+}
+
+/// Runs the tests that need a GPU, which the summaries of other machines count as ignored, not as passed.
+fn tests_on_a_gpu() -> Cargo {
+    test(&["--", "--ignored", "on_a_gpu"].map(OsString::from))
+}
+
+/// Runs all tests, and the `beside` commands meanwhile; on a machine with a usable GPU, also those that need it.
+pub(crate) fn run_all_tests(gpu: bool, beside: Vec<Cargo>) -> Result<()> {
+    test_all(beside)?;
+    match gpu {
+        true => tests_on_a_gpu().run(),
+        false => Ok(()),
     }
-    commands
+}
+
+/// Runs the tests that the user's arguments select; without arguments, all of them.
+pub(crate) fn run_tests(further: &[OsString], gpu: bool) -> Result<()> {
+    match further.is_empty() {
+        true => run_all_tests(gpu, Vec::new()),
+        false => test(further).replace_this_process(),
+    }
 }
 
 pub(crate) fn fmt(further: &[OsString]) -> Cargo {
@@ -84,6 +107,20 @@ pub(crate) fn check_alone(name: &str, feature: Option<&str>) -> Cargo {
     Cargo::new(["check", "--no-default-features", "-p"])
         .and(&[name.into()])
         .features(feature)
+}
+
+/// Returns the command that builds and starts a project outside of this workspace.
+pub(crate) fn outside_project() -> Cargo {
+    let only = [
+        "-p",
+        "overdrive-build",
+        "--test",
+        "it",
+        "--",
+        "--ignored",
+        "outside_project",
+    ];
+    test(&only.map(OsString::from))
 }
 
 /// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
@@ -118,20 +155,6 @@ mod tests {
 
     use super::*;
     use crate::cargo::{words, workspace};
-
-    #[test]
-    fn tests_that_need_a_gpu_run_where_there_is_one() {
-        let lines = |given: &[&str], gpu: bool| -> Vec<String> {
-            tests(&words(given), gpu).iter().map(Cargo::line).collect()
-        };
-        let [all, on_gpu] = &lines(&[], true)[..] else {
-            panic!("two commands")
-        };
-        assert_eq!(&lines(&[], false), std::slice::from_ref(all));
-        assert_eq!(on_gpu, &format!("{all} -- --ignored on_a_gpu"));
-        // Arguments of the user select the tests.
-        assert_eq!(lines(&["-p", "xtask"], true).len(), 1);
-    }
 
     /// Returns the names of the tests in `folder` that need a GPU, with their files.
     fn gpu_tests(folder: &Path, found: &mut Vec<(PathBuf, String)>) {

@@ -1,6 +1,7 @@
 //! The cargo commands behind the subcommands.
 
 mod checks;
+mod concurrent;
 mod programs;
 mod release;
 
@@ -14,7 +15,8 @@ use crate::record::Record;
 use crate::torch;
 
 pub(crate) use checks::{
-    check_alone, docs, faults, fmt, kernel_launches, lint, tests, training_for_check,
+    check_alone, docs, faults, fmt, kernel_launches, lint, outside_project, run_all_tests,
+    run_tests, training_for_check,
 };
 pub(crate) use programs::{ablation, bench, example, gpu_check, gpu_check_program, train, tune};
 pub(crate) use release::{choose_tch, deny, examples, metadata, own_metadata, tree};
@@ -189,7 +191,6 @@ impl Cargo {
     }
 
     fn command(&self) -> Command {
-        let workspace = workspace();
         // The cargo that runs this program, so that the toolchain of the workspace is used.
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
@@ -198,17 +199,8 @@ impl Cargo {
             // Cargo's configuration is that of the folder.
             command.current_dir(folder);
         }
-        for name in inherited_from_cargo_run(&workspace) {
-            command.env_remove(name);
-        }
-        torch::apply(&mut command);
+        prepare(&mut command);
         command.envs(self.variables());
-        if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
-            match without_own_folders(&paths, &workspace) {
-                Some(rest) => command.env("LD_LIBRARY_PATH", rest),
-                None => command.env_remove("LD_LIBRARY_PATH"),
-            };
-        }
         command
     }
 
@@ -246,6 +238,21 @@ impl Cargo {
             return Err(Failure::silent(code_of(output.status)));
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+/// Gives a command the environment of the user, with the libtorch of this workspace.
+fn prepare(command: &mut Command) {
+    let workspace = workspace();
+    for name in inherited_from_cargo_run(&workspace) {
+        command.env_remove(name);
+    }
+    torch::apply(command);
+    if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
+        match without_own_folders(&paths, &workspace) {
+            Some(rest) => command.env("LD_LIBRARY_PATH", rest),
+            None => command.env_remove("LD_LIBRARY_PATH"),
+        };
     }
 }
 
