@@ -19,8 +19,9 @@ use crate::engine::{EngineModel, RaggedStep, StepAdapters};
 /// the time is small.
 const MOST_ROWS: usize = 512;
 
-/// The maximum number of graphs. A bound is needed because each adapter has its own graphs.
-const MOST_GRAPHS: usize = 128;
+/// The maximum number of graphs of steps in which all rows have one adapter; beyond it, such steps use the graphs of several
+/// adapters.
+const MOST_OF_ONE_ADAPTER: usize = 64;
 
 /// The number of runs before a capture. They load what a capture cannot load: the kernels for these shapes, and
 /// the tables of all positions.
@@ -94,13 +95,17 @@ enum Adapters {
     Mixed,
 }
 
-impl Adapters {
-    fn of(rows: &[Option<usize>]) -> Adapters {
-        let first = rows.first().copied().flatten();
-        match rows.iter().all(|row| *row == first) {
-            true => Adapters::All(first),
-            false => Adapters::Mixed,
-        }
+/// Returns the key of a step of sequences with these adapters, beside the `graphs` that there are.
+fn key_of<G>(adapters: &[Option<usize>], graphs: &BTreeMap<Key, G>) -> Key {
+    let rows = rows_for(adapters.len());
+    let first = adapters.first().copied().flatten();
+    let key = (rows, Adapters::All(first));
+    let of_one = |(_, adapters): &&Key| matches!(adapters, Adapters::All(Some(_)));
+    let fits = || graphs.keys().filter(of_one).count() < MOST_OF_ONE_ADAPTER;
+    let is_one = adapters.iter().all(|row| *row == first);
+    match is_one && (first.is_none() || graphs.contains_key(&key) || fits()) {
+        true => key,
+        false => (rows, Adapters::Mixed),
     }
 }
 
@@ -180,7 +185,7 @@ impl CapturedSteps {
 
     /// Returns `true` if steps of sequences with these adapters are captured already.
     pub(crate) fn knows(&self, adapters: &[Option<usize>]) -> bool {
-        let key = (rows_for(adapters.len()), Adapters::of(adapters));
+        let key = key_of(adapters, &self.graphs);
         !self.is_off && (is_forced() || self.graphs.contains_key(&key))
     }
 
@@ -208,11 +213,9 @@ impl CapturedSteps {
             is_off,
             replays,
         } = self;
-        let rows = rows_for(new_tokens.len());
-        let key = (rows, Adapters::of(adapters));
-        let is_full = graphs.len() >= MOST_GRAPHS && !graphs.contains_key(&key);
-        let is_mixed = key.1 == Adapters::Mixed;
-        if *is_off || (is_mixed && mixed.is_off) || rows > inputs.rows() || is_full {
+        let key @ (rows, kind) = key_of(adapters, graphs);
+        let is_mixed = kind == Adapters::Mixed;
+        if *is_off || (is_mixed && mixed.is_off) || rows > inputs.rows() {
             return Ok(None);
         }
         let Some(mut step) = cache.decode_step(inputs, new_tokens, rows)? else {
@@ -275,7 +278,7 @@ impl CapturedSteps {
         // The largest step is captured first: the others fit into its memory.
         for rows in sizes.into_iter().rev() {
             let key = (rows, Adapters::All(None));
-            if *is_off || graphs.len() >= MOST_GRAPHS || graphs.contains_key(&key) {
+            if *is_off || graphs.contains_key(&key) {
                 continue;
             }
             let Some(mut step) = cache.decode_step(inputs, &[], rows)? else {

@@ -9,7 +9,7 @@ use overdrive_lora::{
 };
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 
-use super::rows_for;
+use super::{Adapters, Key, MOST_OF_ONE_ADAPTER, key_of, rows_for};
 use crate::device_sampling::Misled;
 use crate::engine::EngineStatistics;
 use crate::{Engine, EngineConfig, GenerationConfig, ImagePatches, Request, RequestId, generate};
@@ -146,6 +146,24 @@ fn small(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {
 fn a_graph_has_up_to_seven_rows_more() {
     let rows: Vec<usize> = [0, 1, 2, 3, 4, 5, 8, 9, 64, 65].map(rows_for).to_vec();
     assert_eq!(rows, [1, 1, 2, 4, 4, 8, 8, 16, 64, 72]);
+}
+
+#[test]
+fn many_adapters_share_the_graphs_of_several() {
+    use Adapters::{All, Mixed};
+    let mut graphs: BTreeMap<Key, ()> = BTreeMap::new();
+    assert_eq!(key_of(&[None, None, None], &graphs), (4, All(None)));
+    assert_eq!(key_of(&[None, Some(1)], &graphs), (2, Mixed));
+    for adapter in 0..MOST_OF_ONE_ADAPTER {
+        let key = key_of(&[Some(adapter)], &graphs);
+        assert_eq!(key, (1, All(Some(adapter))));
+        graphs.insert(key, ());
+    }
+    // Those that there are stay in use.
+    assert_eq!(key_of(&[Some(3)], &graphs), (1, All(Some(3))));
+    assert_eq!(key_of(&[Some(3); 2], &graphs), (2, Mixed));
+    assert_eq!(key_of(&[Some(900)], &graphs), (1, Mixed));
+    assert_eq!(key_of(&[None], &graphs), (1, All(None)));
 }
 
 #[test]
