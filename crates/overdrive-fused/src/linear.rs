@@ -9,7 +9,7 @@ use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::fp8;
 use crate::kernel::few_rows::{Layer, few_rows};
-use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::tensors::{Fresh, elements, has_kernel, joined_view};
 use overdrive_kernels::with_element;
 
 /// Returns `x · weightᵀ + bias`, as `torch.nn.functional.linear` does, with its three matmuls (forward, and the
@@ -229,24 +229,12 @@ pub(crate) fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
         return Ok(first.shallow_clone());
     }
     // If recorded, the view would give the gradients of all tensors to the first.
-    if !engine::is_grad_enabled() && are_adjacent(tensors) {
-        let mut size = first.size();
-        size[0] = tensors.iter().map(|tensor| tensor.size()[0]).sum();
-        // Adjacent addresses may still be two allocations: libtorch then refuses the view, which would
-        // exceed the first one's memory, and they are copied.
-        if let Ok(view) = first.f_as_strided(&size, first.stride(), None) {
-            return Ok(view);
-        }
+    if !engine::is_grad_enabled()
+        && let Some(view) = joined_view(tensors)
+    {
+        return Ok(view);
     }
     Ok(Tensor::f_cat(tensors, 0)?)
-}
-
-fn are_adjacent(tensors: &[&Tensor]) -> bool {
-    let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-    tensors.iter().all(|tensor| tensor.is_contiguous())
-        && tensors
-            .windows(2)
-            .all(|pair| pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize)
 }
 
 /// The inputs: x, the weights, the biases if `biased`.

@@ -27,6 +27,28 @@ pub fn has_element(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
 }
 
+/// Returns contiguous tensors that lie one after another in memory as one, along the first dimension, or `None` if they do
+/// not. All other dimensions must be equal.
+pub fn joined_view(tensors: &[&Tensor]) -> Option<Tensor> {
+    let (first, rest) = tensors.split_first()?;
+    let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+    let mut end = first.data_ptr() as usize + bytes(first);
+    for tensor in rest {
+        if tensor.data_ptr() as usize != end {
+            return None;
+        }
+        end += bytes(tensor);
+    }
+    if !tensors.iter().all(|tensor| tensor.is_contiguous()) {
+        return None;
+    }
+    let mut size = first.size();
+    size[0] = tensors.iter().map(|tensor| tensor.size()[0]).sum();
+    // Adjacent addresses may still be two allocations: libtorch then refuses the view, which would exceed the first one's
+    // memory.
+    first.f_as_strided(&size, first.stride(), None).ok()
+}
+
 /// Evaluates `$body` with `$type` as the Rust type of the elements of `$kind`, which is one of those of
 /// [`has_element`](crate::tensors::has_element).
 #[macro_export]

@@ -215,6 +215,13 @@ impl Linear {
         std::mem::replace(&mut self.weight, weight)
     }
 
+    /// Sets a copy of the weight in other memory. Unlike [`replace_weight`](Self::replace_weight) it leaves what adapters have
+    /// computed from the weight.
+    pub fn move_weight(&mut self, copy: LinearWeight) {
+        debug_assert_eq!(copy.size(), self.weight.size());
+        self.weight = copy;
+    }
+
     /// Returns the number of elements of the weight and the bias, before quantization.
     pub fn parameters(&self) -> usize {
         let [outputs, inputs] = self.weight.size();

@@ -33,6 +33,7 @@
 #![deny(missing_docs)]
 
 mod activations;
+mod adjacent;
 mod arrange;
 mod calibrate;
 mod checkpoint;
@@ -55,6 +56,7 @@ mod tiles;
 mod weight;
 
 pub use activations::Activations;
+pub use adjacent::adjacent;
 pub use calibrate::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, InputObserver, InputStatistics,
     Migration, Moments, fold_into_columns, fold_into_rows, is_observed, migration_scales,

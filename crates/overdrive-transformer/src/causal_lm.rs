@@ -20,6 +20,7 @@ use crate::parameters::{
     set_training_of_layers,
 };
 use crate::per_layer::PerLayerModel;
+use crate::quantize::join_quantized;
 use crate::vision::VisionTower;
 use crate::{
     Error, Execution, ForwardInput, ImageFeatures, LoadOptions, ModelConfig, ParameterSpec, Result,
@@ -170,7 +171,11 @@ impl CausalLm {
         checkpoint::write(dir.as_ref(), &checkpoint::Contents::of(self), options)
     }
 
-    pub(crate) fn from_tensors(config: &ModelConfig, parts: ModelTensors) -> Result<CausalLm> {
+    pub(crate) fn from_tensors(config: &ModelConfig, mut parts: ModelTensors) -> Result<CausalLm> {
+        let is_on_gpu = |weight: &QuantizedWeight| weight.device().is_cuda();
+        if parts.quantized.values().any(is_on_gpu) {
+            join_quantized(&mut parts.quantized, &config.adjacent())?;
+        }
         let parameters = handles(&parts.parameters);
         let mut parameter_map = ParameterMap::new(parts);
         let (backbone, tied) = match config {

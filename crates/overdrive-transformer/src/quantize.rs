@@ -1,7 +1,7 @@
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
-use overdrive_quantization::{Activations, QuantizedWeight, Scheme};
+use overdrive_quantization::{Activations, QuantizedWeight, Scheme, adjacent};
 use tch::{Kind, Tensor};
 
 use crate::causal_lm::CausalLm;
@@ -117,6 +117,33 @@ impl CausalLm {
             drop(dense);
             self.set_quantized(&spec, weight)?;
         }
+        match self.device().is_cuda() {
+            true => self.join_quantized(),
+            false => Ok(()),
+        }
+    }
+
+    /// Moves quantized weights that one matmul can compute next to one another in memory, one group after another.
+    fn join_quantized(&mut self) -> Result<()> {
+        for group in self.config().adjacent() {
+            let mut weights = HashMap::new();
+            self.visit_linears(&mut |name, linear| {
+                let is_in = |own: &String| own.strip_suffix(".weight") == Some(name);
+                if let LinearWeight::Quantized(weight) = linear.weight()
+                    && group.iter().any(is_in)
+                {
+                    weights.insert(name.to_owned(), weight.shallow_clone());
+                }
+                Ok(())
+            })?;
+            join_quantized(&mut weights, std::slice::from_ref(&group))?;
+            self.visit_linears(&mut |name, linear| {
+                if let Some(weight) = weights.remove(name) {
+                    linear.move_weight(LinearWeight::Quantized(weight));
+                }
+                Ok(())
+            })?;
+        }
         Ok(())
     }
 
@@ -215,6 +242,27 @@ impl CausalLm {
 }
 
 /// Quantizes the dense weight of `spec` with a row for each output, whatever its layout.
+/// Moves the weights of each of the `groups` of parameters next to one another in memory, if all of them are quantized and
+/// one weight can stand for them.
+pub(crate) fn join_quantized(
+    weights: &mut HashMap<String, QuantizedWeight>,
+    groups: &[Vec<String>],
+) -> Result<()> {
+    for group in groups {
+        let names = group.iter().filter_map(|name| name.strip_suffix(".weight"));
+        let own = names.clone().map(|name| weights.get(name));
+        let Some(own) = own.collect::<Option<Vec<_>>>() else {
+            continue;
+        };
+        if let Some(views) = adjacent(&own)? {
+            for (name, view) in names.zip(views) {
+                weights.insert(name.to_owned(), view);
+            }
+        }
+    }
+    Ok(())
+}
+
 pub(crate) fn quantize_parameter(
     dense: &Tensor,
     spec: &ParameterSpec,
@@ -230,4 +278,63 @@ fn as_rows(dense: &Tensor, spec: &ParameterSpec) -> Result<Tensor> {
         _ => dense.shallow_clone(),
     };
     Ok(dense.f_to_kind(Kind::Float)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+    use crate::{ForwardInput, InitOptions, LlamaConfig, Logits};
+
+    #[test]
+    fn a_model_whose_weights_are_joined_computes_the_same() {
+        let config = LlamaConfig {
+            vocab_size: 64,
+            hidden_size: 64,
+            intermediate_size: 96,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: Some(2),
+            max_position_embeddings: 32,
+            attention_bias: true,
+            ..LlamaConfig::default()
+        };
+        let ids = Tensor::arange(7, (Kind::Int64, Device::Cpu)).unsqueeze(0);
+        for (scheme, is_moved) in [("int4-g32", true), ("int8", true), ("nf4", false)] {
+            let mut model = CausalLm::new(&config.clone().into(), &InitOptions::default()).unwrap();
+            let mut options = QuantizeOptions::new(scheme.parse().unwrap());
+            // A group that stays apart.
+            options.skip_modules = vec!["layers.1.mlp.up_proj".to_owned()];
+            model.quantize(&options).unwrap();
+            let logits = |model: &CausalLm| {
+                let input = ForwardInput::new(&ids).with_logits(Logits::All);
+                tch::no_grad(|| model.forward(input).unwrap())
+            };
+            let handles = |model: &mut CausalLm| {
+                let mut weights = Vec::new();
+                model
+                    .visit_linears(&mut |name, linear| {
+                        if let LinearWeight::Quantized(weight) = linear.weight() {
+                            weights.push((name.to_owned(), weight.shallow_clone()));
+                        }
+                        Ok(())
+                    })
+                    .unwrap();
+                weights
+            };
+            let (before, expected) = (handles(&mut model), logits(&model));
+            model.join_quantized().unwrap();
+            assert_eq!(logits(&model), expected, "{scheme}");
+            for ((name, old), (_, new)) in before.iter().zip(handles(&mut model)) {
+                let is_joint = ["q_proj", "k_proj", "v_proj"]
+                    .iter()
+                    .any(|end| name.ends_with(end))
+                    || name.ends_with("layers.0.mlp.gate_proj")
+                    || name.ends_with("layers.0.mlp.up_proj");
+                let moved = !old.shares_storage_with(&new);
+                assert_eq!(moved, is_joint && is_moved, "{scheme}: {name}");
+            }
+        }
+    }
 }

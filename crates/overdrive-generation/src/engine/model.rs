@@ -122,7 +122,8 @@ pub struct RaggedStep<'a, 'c> {
     pub adapters: Option<&'a StepAdapters>,
 }
 
-/// The adapters of a step.
+/// The adapters of a step: runs of tokens, or in a captured step of several adapters a
+/// [`RowChoice`](overdrive_nn::RowChoice).
 #[derive(Debug, Clone)]
 pub struct StepAdapters {
     /// The adapter of each of the `T` tokens.

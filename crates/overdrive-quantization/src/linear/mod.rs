@@ -144,6 +144,16 @@ fn forward(
     }
 }
 
+/// Returns the results of libtorch's operators.
+#[cfg(test)]
+pub(crate) fn operators_forward(
+    x: &Tensor,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<&Tensor>],
+) -> Result<Tensor> {
+    operators::forward(x, weights, biases, x.kind(), false)
+}
+
 /// Returns the dtype of the matmul: autocast's, or that of `x`.
 fn compute_kind(x: &Tensor) -> Kind {
     match autocast::state(x.device()) {

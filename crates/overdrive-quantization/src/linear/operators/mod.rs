@@ -18,11 +18,13 @@ mod scaled_mm;
 use tch::{Device, Tensor};
 
 use super::plan::{Plan, plan};
+use crate::adjacent::joined;
 use crate::tiles::Capability;
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result, gpu};
 
-/// Returns the results of all weights side by side, computed one weight after another.
+/// Returns the results of all weights side by side: of [adjacent](crate::adjacent) weights in one matmul, of others one weight
+/// after another.
 pub(super) fn forward(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -31,6 +33,17 @@ pub(super) fn forward(
     recording: bool,
 ) -> Result<Tensor> {
     let x = x.f_to_kind(compute)?;
+    let given: Vec<&Tensor> = biases.iter().copied().flatten().collect();
+    // A bias for only some outputs would need zeros for the others.
+    if (given.is_empty() || given.len() == weights.len())
+        && let Some(joint) = joined(weights)?
+    {
+        let bias = match given.is_empty() {
+            true => None,
+            false => Some(Tensor::f_cat(&given, 0)?.f_to_kind(compute)?),
+        };
+        return one(&x, &joint, bias.as_ref(), recording);
+    }
     let mut results = Vec::with_capacity(weights.len());
     for (weight, bias) in weights.iter().zip(biases) {
         let bias = bias.map(|bias| bias.f_to_kind(compute)).transpose()?;

@@ -1,0 +1,210 @@
+//! Weights that lie next to one another in memory, which one matmul multiplies.
+
+use std::cell::Cell;
+
+use overdrive_kernels::tensors::joined_view;
+use tch::{Kind, Tensor};
+
+use crate::weight::{Magnitudes, Storage};
+use crate::{QuantizedWeight, Result};
+
+/// The alignment that GPU kernels need, in bytes.
+const ALIGNMENT: usize = 16;
+
+/// Copies the weights of layers with the same input next to one another in memory, and returns views of the copies in the
+/// same order. On a GPU, [`joint_linear`](crate::joint_linear) then multiplies all of them in one launch.
+///
+/// Returns `None` for weights that no single weight can stand for: of several schemes, with double quantization, whose scales
+/// have an offset for each weight, or with an order of the inputs.
+///
+/// ```
+/// use overdrive_quantization::{QuantizedWeight, adjacent};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let weight = |outputs| {
+///     let dense = Tensor::randn([outputs, 64], (Kind::Float, Device::Cpu));
+///     QuantizedWeight::quantize(&dense, "int4-g32".parse()?)
+/// };
+/// let (query, key) = (weight(32)?, weight(16)?);
+/// let views = adjacent(&[&query, &key])?.expect("one scheme");
+/// assert_eq!(views[1].dequantize(Kind::Float)?, key.dequantize(Kind::Float)?);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// An error of libtorch if memory runs out.
+pub fn adjacent(weights: &[&QuantizedWeight]) -> Result<Option<Vec<QuantizedWeight>>> {
+    if !are_alike(weights) {
+        return Ok(None);
+    }
+    let parts = weights[0].storage.tensors().len();
+    let mut views: Vec<Vec<Tensor>> = weights.iter().map(|_| Vec::new()).collect();
+    for part in 0..parts {
+        let own = weights.iter().map(|weight| weight.storage.tensors()[part]);
+        let own: Vec<&Tensor> = own.collect();
+        let sizes: Vec<i64> = own.iter().map(|tensor| tensor.size()[0]).collect();
+        let copies = Tensor::f_cat(&own, 0)?.f_split_with_sizes(sizes.as_slice(), 0)?;
+        if copies
+            .iter()
+            .any(|view| view.data_ptr() as usize % ALIGNMENT != 0)
+        {
+            return Ok(None);
+        }
+        for (views, copy) in views.iter_mut().zip(copies) {
+            views.push(copy);
+        }
+    }
+    let weights = weights.iter().zip(&views).map(|(weight, views)| {
+        let storage = with_parts(&weight.storage, |part| Ok(views[part].shallow_clone()))?;
+        Ok(QuantizedWeight {
+            storage,
+            ..**weight
+        })
+    });
+    weights.collect::<Result<_>>().map(Some)
+}
+
+/// Returns the weights as one weight with the outputs of all, if they are adjacent.
+pub(crate) fn joined(weights: &[&QuantizedWeight]) -> Result<Option<QuantizedWeight>> {
+    if !are_alike(weights) {
+        return Ok(None);
+    }
+    let first = weights[0];
+    let view = |part: usize| {
+        let own = weights.iter().map(|weight| weight.storage.tensors()[part]);
+        joined_view(&own.collect::<Vec<_>>())
+    };
+    let views: Option<Vec<Tensor>> = (0..first.storage.tensors().len()).map(view).collect();
+    let Some(views) = views else { return Ok(None) };
+    let storage = with_parts(&first.storage, |part| Ok(views[part].shallow_clone()))?;
+    Ok(Some(QuantizedWeight {
+        outputs: weights.iter().map(|weight| weight.outputs).sum(),
+        storage,
+        ..*first
+    }))
+}
+
+/// Returns a storage of the same form, with the tensors that `part` returns by their number.
+fn with_parts(storage: &Storage, part: impl Fn(usize) -> Result<Tensor>) -> Result<Storage> {
+    let next = Cell::new(0);
+    storage.map(|_| part(next.replace(next.get() + 1)))
+}
+
+/// Returns `true` for several weights of one kind, whose tensors have their outputs one after another.
+fn are_alike(weights: &[&QuantizedWeight]) -> bool {
+    let [first, rest @ ..] = weights else {
+        return false;
+    };
+    let kinds = |weight: &QuantizedWeight| -> Vec<Kind> {
+        let tensors = weight.storage.tensors();
+        tensors.iter().map(|tensor| tensor.kind()).collect()
+    };
+    let alike = |other: &&QuantizedWeight| {
+        (
+            other.scheme,
+            other.activations,
+            other.inputs,
+            other.device(),
+        ) == (
+            first.scheme,
+            first.activations,
+            first.inputs,
+            first.device(),
+        ) && std::mem::discriminant(&other.storage) == std::mem::discriminant(&first.storage)
+            && kinds(other) == kinds(first)
+    };
+    !rest.is_empty() && rest.iter().all(alike) && weights.iter().all(|weight| lies_in_rows(weight))
+}
+
+/// Returns `true` if no tensor of a weight belongs to the weight as a whole, or has parts of several outputs in one element.
+fn lies_in_rows(weight: &QuantizedWeight) -> bool {
+    match &weight.storage {
+        Storage::Int8 { .. } | Storage::Fp8 { .. } => true,
+        Storage::Grouped { order, .. } => order.is_none(),
+        Storage::Blocks {
+            magnitudes: Magnitudes::Full(_),
+            ..
+        } => {
+            let block = weight
+                .scheme
+                .blocks()
+                .map(|(_, options)| options.block_size);
+            block.is_ok_and(|block| weight.inputs % (block.max(2) as i64) == 0)
+        }
+        Storage::Blocks { .. } | Storage::Tiled(_) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linear::operators_forward;
+    use tch::Device;
+
+    fn weights(scheme: &str) -> Vec<QuantizedWeight> {
+        let scheme = scheme.parse().unwrap();
+        let weight = |(seed, outputs): (usize, i64)| {
+            let numbers = Tensor::arange(outputs * 128, (Kind::Float, Device::Cpu));
+            let dense = ((numbers + seed as f64) * 0.7).sin().view([outputs, 128]);
+            QuantizedWeight::quantize(&dense, scheme).unwrap()
+        };
+        [32, 16, 48].into_iter().enumerate().map(weight).collect()
+    }
+
+    #[test]
+    fn adjacent_weights_are_multiplied_as_one() {
+        let x = Tensor::arange(5 * 128, (Kind::Float, Device::Cpu))
+            .cos()
+            .view([5, 128]);
+        let biases: Vec<Tensor> = [32, 16, 48]
+            .map(|outputs| Tensor::arange(outputs, (Kind::Float, Device::Cpu)))
+            .into();
+        for scheme in [
+            "int8-weight",
+            "int8",
+            "fp8",
+            "int4-g32",
+            "int4-g32-asym",
+            "int8-g32",
+            "nf4-single",
+            "fp4-single",
+        ] {
+            let apart = weights(scheme);
+            let apart: Vec<&QuantizedWeight> = apart.iter().collect();
+            assert!(joined(&apart).unwrap().is_none(), "{scheme}");
+            let views = adjacent(&apart)
+                .unwrap()
+                .unwrap_or_else(|| panic!("{scheme}"));
+            for (view, own) in views.iter().zip(&apart) {
+                let (view, own) = (view.dequantize(Kind::Float), own.dequantize(Kind::Float));
+                assert_eq!(view.unwrap(), own.unwrap(), "{scheme}");
+            }
+            let views: Vec<&QuantizedWeight> = views.iter().collect();
+            let joint = joined(&views).unwrap().unwrap();
+            assert_eq!(joint.size(), [96, 128], "{scheme}");
+            let dense = apart.iter().map(|own| own.dequantize(Kind::Float).unwrap());
+            let dense = Tensor::cat(&dense.collect::<Vec<_>>(), 0);
+            assert_eq!(joint.dequantize(Kind::Float).unwrap(), dense, "{scheme}");
+            // Not in this order, and not a part of them twice.
+            assert!(joined(&[views[1], views[0]]).unwrap().is_none(), "{scheme}");
+            assert!(joined(&[views[0], views[0]]).unwrap().is_none(), "{scheme}");
+            let with = [Some(&biases[0]), Some(&biases[1]), Some(&biases[2])];
+            for biases in [[None; 3], with, [None, with[1], None]] {
+                let forward = |weights| operators_forward(&x, weights, &biases).unwrap();
+                let far = (forward(&views) - forward(&apart)).abs().max();
+                assert!(far.double_value(&[]) < 1e-5, "{scheme}: {far}");
+            }
+        }
+    }
+
+    #[test]
+    fn weights_that_one_cannot_stand_for_stay_apart() {
+        let (four, eight, double) = (weights("int4-g32"), weights("int8-weight"), weights("nf4"));
+        for apart in [[&four[0], &eight[1]], [&double[0], &double[1]]] {
+            assert!(adjacent(&apart).unwrap().is_none(), "{apart:?}");
+        }
+        assert!(adjacent(&[&four[0]]).unwrap().is_none());
+    }
+}
