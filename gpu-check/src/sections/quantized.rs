@@ -1,5 +1,7 @@
 use anyhow::{Result, ensure};
-use overdrive::quantization::{Activations, QuantizedWeight, Scheme, linear};
+use overdrive::quantization::{
+    Activations, QuantizedWeight, Scheme, adjacent, joint_linear, linear,
+};
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
@@ -43,6 +45,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         context.check(format!("{scheme}: gradient of the inputs in bf16"), || {
             gradient(&dense, scheme, device)
         })?;
+        for rows in [1, context.sized(64, 17), context.sized(200, 33)] {
+            let name = format!("{scheme}: {rows} rows by adjacent weights in bf16");
+            context.check(name, || side_by_side(&dense, scheme, rows, device))?;
+        }
     }
     context.check("fp8 with activations in fp8, bf16", || {
         let weight = QuantizedWeight::quantize(&dense.f_to_device(device)?, Scheme::Fp8)?;
@@ -101,6 +107,31 @@ fn product(
         _ => tolerance(kind),
     };
     Ok(Finding::within(far, allowed, "beyond the tolerance"))
+}
+
+/// Compares layers of the same input whose weights lie next to one another with the same layers apart.
+fn side_by_side(dense: &Tensor, scheme: Scheme, rows: i64, device: Device) -> Result<Finding> {
+    let half = dense.size()[0] / 16 * 8;
+    let parts = dense.f_to_device(device)?;
+    let parts = parts.f_split_with_sizes([half, 8, dense.size()[0] - half - 8].as_slice(), 0)?;
+    let apart = parts
+        .iter()
+        .map(|part| QuantizedWeight::quantize(part, scheme));
+    let apart: Vec<QuantizedWeight> = apart.collect::<Result<_, _>>()?;
+    let apart: Vec<&QuantizedWeight> = apart.iter().collect();
+    let Some(views) = adjacent(&apart)? else {
+        return Ok(Finding::judged(true, "").with("stay apart", 1.0));
+    };
+    let views: Vec<&QuantizedWeight> = views.iter().collect();
+    let x = input(rows, dense.size()[1], Kind::BFloat16, device)?;
+    let forward = |weights| joint_linear(&x, weights, &[None; 3]);
+    let far = distance(&forward(&views)?, &forward(&apart)?)?;
+    let allowed = tolerance(Kind::BFloat16);
+    Ok(Finding::within(
+        far,
+        allowed,
+        "the results differ from those of the layers apart",
+    ))
 }
 
 fn gradient(dense: &Tensor, scheme: Scheme, device: Device) -> Result<Finding> {
