@@ -58,7 +58,7 @@ struct Flags {
     /// Cargo keeps on this machine, split as `train` splits it]
     #[arg(long)]
     data: Vec<PathBuf>,
-    /// Do not measure perplexity and speed
+    /// Do not measure perplexity and speed; without any data they are not measured either
     #[arg(long)]
     no_eval: bool,
 }
@@ -138,14 +138,26 @@ fn run(flags: &Flags) -> Result<()> {
     let (mut text, mut before) = (None, None);
     if !flags.no_eval || !flags.calibrate.is_empty() {
         let model = load_model(folder, LoadOptions::default())?;
-        let data = ModelText::prepare(folder, &model, &flags.data)?;
-        if !flags.calibrate.is_empty() {
-            options.statistics = Some(Rc::new(data.inputs_of(&model, flags.calibration_windows)?));
+        text = match ModelText::prepare(folder, &model, &flags.data) {
+            Ok(data) => Some(data),
+            // Nothing was asked of a text: a machine without one can quantize too.
+            Err(error) if flags.data.is_empty() && flags.calibrate.is_empty() => {
+                print_line(format_args!(
+                    "perplexity and speed are not measured without a text (`--data FILE`): {error}"
+                ));
+                None
+            }
+            Err(error) => return Err(error),
+        };
+        if let Some(data) = &text {
+            if !flags.calibrate.is_empty() {
+                let inputs = data.inputs_of(&model, flags.calibration_windows)?;
+                options.statistics = Some(Rc::new(inputs));
+            }
+            if !flags.no_eval {
+                before = Some((data.perplexity(&model)?, decode_tokens_per_second(&model)?));
+            }
         }
-        if !flags.no_eval {
-            before = Some((data.perplexity(&model)?, decode_tokens_per_second(&model)?));
-        }
-        text = Some(data);
     }
 
     let bar = ByteProgress::new("quantizing")?;
