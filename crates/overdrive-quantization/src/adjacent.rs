@@ -48,7 +48,7 @@ pub fn adjacent(weights: &[&QuantizedWeight]) -> Result<Option<Vec<QuantizedWeig
         let copies = Tensor::f_cat(&own, 0)?.f_split_with_sizes(sizes.as_slice(), 0)?;
         if copies
             .iter()
-            .any(|view| view.data_ptr() as usize % ALIGNMENT != 0)
+            .any(|view| !(view.data_ptr() as usize).is_multiple_of(ALIGNMENT))
         {
             return Ok(None);
         }
