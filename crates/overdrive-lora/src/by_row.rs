@@ -3,12 +3,12 @@
 
 use std::path::Path;
 
-use overdrive_nn::{AdapterHost, AdapterRows, Linear, RowChoice, RowUpdate, joint_base};
+use overdrive_nn::{AdapterHost, AdapterRows, Linear, RowChoice, joint_base};
 use tch::Tensor;
 
 use crate::adapters::{are_disabled, as_strs};
 use crate::layer_adapters::{LayerAdapters, adapters_of};
-use crate::low_rank::{Addend, add_low_rank, compute_kind};
+use crate::low_rank::{Addend, add_chosen, add_low_rank};
 use crate::{
     BiasMode, Error, LoadAdapterOptions, LoadedAdapter, LoraAdapter, Result, active_adapters,
     disable_adapters, load_adapter, read_config, set_adapter,
@@ -202,63 +202,6 @@ fn updates_of_choice<'m>(
     }
     updates.sort_by_key(|(_, addend)| addend.start);
     Ok(Some(updates))
-}
-
-/// Adds the updates of the adapters that rows of `x (N, I)` choose to `y (N, ΣO)`: all adapters project every row, and
-/// the projections of others become 0.
-fn add_chosen(
-    y: &Tensor,
-    x: &Tensor,
-    updates: &[(usize, Addend<'_>)],
-    choice: &RowChoice,
-) -> Result<()> {
-    let Some((_, first)) = updates.first() else {
-        return Ok(());
-    };
-    let compute = compute_kind(x, first.adapter);
-    let stacked = |tensors: Vec<&Tensor>, dim| -> Result<Tensor> {
-        let all = match tensors[..] {
-            [only] => only.shallow_clone(),
-            _ => Tensor::f_cat(&tensors, dim)?,
-        };
-        Ok(all.f_to_kind(compute)?)
-    };
-    let own = updates.iter().map(|(index, addend)| RowUpdate {
-        adapter: *index,
-        rank: addend.adapter.rank(),
-        scale: addend.adapter.scale,
-    });
-    let factors = choice.factors(&own.collect::<Vec<_>>(), compute)?;
-    let a = updates.iter().map(|(_, addend)| &addend.adapter.a);
-    let a = stacked(a.collect(), 0)?;
-    let mut h = x.f_to_kind(compute)?.f_mm(&a.f_tr()?)?;
-    let h = h.f_mul_(&factors)?;
-    let mut offset = 0;
-    for group in updates.chunk_by(|(_, one), (_, next)| one.start == next.start) {
-        let (adapters, start) = (
-            group.iter().map(|(_, addend)| addend.adapter),
-            group[0].1.start,
-        );
-        let rank = adapters.clone().map(LoraAdapter::rank).sum();
-        let b = stacked(adapters.clone().map(|adapter| &adapter.b).collect(), 1)?;
-        let own = h.f_narrow(1, offset, rank)?;
-        offset += rank;
-        let mut columns = y.f_narrow(1, start, b.size()[0])?;
-        let _same = match columns.kind() == compute {
-            true => columns.f_addmm_(&own, &b.f_tr()?)?,
-            false => columns.f_add_(&own.f_mm(&b.f_tr()?)?)?,
-        };
-        for (index, adapter) in group.iter().map(|(index, addend)| (index, addend.adapter)) {
-            let Some(bias) = &adapter.bias else { continue };
-            let one = RowUpdate {
-                adapter: *index,
-                rank: 1,
-                scale: adapter.scale,
-            };
-            let _same = columns.f_add_(&choice.factors(&[one], compute)?.f_mul(bias)?)?;
-        }
-    }
-    Ok(())
 }
 
 /// Checks that the layer has the rows of the batch and is not in training mode: updates are added in place.

@@ -1,4 +1,5 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_nn::{RowChoice, RowUpdate};
 use overdrive_sys::autocast;
 use overdrive_sys::gemm::mm_into;
 use tch::{Kind, Tensor};
@@ -9,7 +10,7 @@ use crate::{LoraAdapter, Result};
 const BLOCK: i64 = 1 << 20;
 
 /// One adapter and the columns that its output is added to.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Addend<'a> {
     /// The first output column that it adds to.
     pub(crate) start: i64,
@@ -27,29 +28,60 @@ pub(crate) struct Addend<'a> {
 /// # Errors
 /// An error of libtorch if the shapes do not fit.
 pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> Result<Tensor> {
-    let Some(first) = addends.first() else {
+    let Some(function) = LowRank::new(x, addends) else {
         return Ok(base);
     };
-    let compute = compute_kind(x, first.adapter);
     let mut inputs = vec![&base, x];
     for addend in addends {
         inputs.extend([addend.adapter.a(), addend.adapter.b()]);
         inputs.extend(addend.adapter.bias());
     }
-    let function = LowRank {
-        compute,
-        addends: addends.iter().map(AddendShape::of).collect(),
-    };
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// Returns the dtype of the matmuls of an adapter, as in PEFT: its own, or autocast's if that is on; fp64 stays, for
-/// gradient checks.
-pub(crate) fn compute_kind(x: &Tensor, adapter: &LoraAdapter) -> Kind {
-    match autocast::state(x.device()) {
-        Ok(state) if state.enabled && adapter.a.kind() != Kind::Double => state.dtype,
-        _ => adapter.a.kind(),
+/// Adds the updates of the adapters that rows of `x (N, I)` choose to `y (N, ΣO)`, without recording gradients: all adapters
+/// project every row, and the projections of others become 0. Each addend has the index of its adapter in `choice`, and the
+/// order of [`add_low_rank`].
+///
+/// # Errors
+/// An error of libtorch if the shapes do not fit.
+pub(crate) fn add_chosen(
+    y: &Tensor,
+    x: &Tensor,
+    chosen: &[(usize, Addend<'_>)],
+    choice: &RowChoice,
+) -> Result<()> {
+    let addends: Vec<Addend<'_>> = chosen.iter().map(|(_, addend)| *addend).collect();
+    let Some(function) = LowRank::new(x, &addends) else {
+        return Ok(());
+    };
+    let updates = |rank: fn(&LoraAdapter) -> i64| -> Vec<RowUpdate> {
+        let update = |(adapter, addend): &(usize, Addend<'_>)| RowUpdate {
+            adapter: *adapter,
+            rank: rank(addend.adapter),
+            scale: addend.adapter.scale,
+        };
+        chosen.iter().map(update).collect()
+    };
+    let weights = addends.iter().map(|addend| Weights {
+        a: addend.adapter.a(),
+        b: addend.adapter.b(),
+        bias: addend.adapter.bias(),
+    });
+    let weights: Vec<Weights<'_>> = weights.collect();
+    let (mut h, _) = function.project(&x.f_contiguous()?, &weights)?;
+    let h = h.f_mul_(&choice.factors(&updates(LoraAdapter::rank), function.compute)?)?;
+    function.expand(y, &h, &weights)?;
+    if weights.iter().any(|weights| weights.bias.is_some()) {
+        let factors = choice.factors(&updates(|_| 1), function.compute)?;
+        for (column, (shape, weights)) in (0..).zip(function.addends.iter().zip(&weights)) {
+            if let Some(bias) = weights.bias {
+                let own = factors.f_narrow(1, column, 1)?.f_mul(bias)?;
+                let _same = shape.columns(y)?.f_add_(&own)?;
+            }
+        }
     }
+    Ok(())
 }
 
 /// An [`Addend`] without its tensors.
@@ -74,6 +106,11 @@ impl AddendShape {
             biased: addend.adapter.bias().is_some(),
         }
     }
+
+    /// Returns the columns of `y (N, ΣO)` that it adds to.
+    fn columns(&self, y: &Tensor) -> Result<Tensor> {
+        Ok(y.f_narrow(1, self.start, self.width)?)
+    }
 }
 
 /// The autograd function. Its inputs are the base's output, x, and the A, B and bias of each addend; it saves
@@ -91,6 +128,20 @@ struct Weights<'t> {
 }
 
 impl LowRank {
+    /// Returns the function of these addends; `None` if there are none.
+    fn new(x: &Tensor, addends: &[Addend<'_>]) -> Option<LowRank> {
+        let own = addends.first()?.adapter.a().kind();
+        // As in PEFT: the adapter's dtype, or autocast's if it is on; fp64 stays, for gradient checks.
+        let compute = match autocast::state(x.device()) {
+            Ok(state) if state.enabled && own != Kind::Double => state.dtype,
+            _ => own,
+        };
+        Some(LowRank {
+            compute,
+            addends: addends.iter().map(AddendShape::of).collect(),
+        })
+    }
+
     fn weights<'t>(&self, inputs: &[&'t Tensor]) -> Vec<Weights<'t>> {
         let mut index = 2;
         let mut weights = Vec::with_capacity(self.addends.len());
@@ -111,7 +162,7 @@ impl LowRank {
     }
 
     /// Concatenates all A matrices, `(Σr, I)`, in the dtype of the matmuls.
-    fn joint_a(&self, a: &[&Tensor]) -> FunctionResult<Tensor> {
+    fn joint_a(&self, a: &[&Tensor]) -> Result<Tensor> {
         let joint = match a {
             [only] => only.shallow_clone(),
             _ => Tensor::f_cat(a, 0)?,
@@ -131,7 +182,7 @@ impl LowRank {
     }
 
     /// Applies the dropout of one addend to `x`: its mask, scaled to preserve the mean.
-    fn dropped(&self, x: &Tensor, addend: &AddendShape, mask: &Tensor) -> FunctionResult<Tensor> {
+    fn dropped(&self, x: &Tensor, addend: &AddendShape, mask: &Tensor) -> Result<Tensor> {
         let x = x.f_to_kind(self.compute)?;
         // As in PyTorch, a dropout of 1 gives zeros instead of a division by zero.
         let keep = (1.0 - addend.dropout).max(f64::MIN_POSITIVE);
@@ -142,12 +193,8 @@ impl LowRank {
         Ok(kept)
     }
 
-    /// Computes the scaled projections `h (N, Σr)` and the dropout masks.
-    fn project(
-        &self,
-        x: &Tensor,
-        weights: &[Weights<'_>],
-    ) -> FunctionResult<(Tensor, Vec<Tensor>)> {
+    /// Computes the projections `h (N, Σr)` and the dropout masks.
+    fn project(&self, x: &Tensor, weights: &[Weights<'_>]) -> Result<(Tensor, Vec<Tensor>)> {
         let (rows, ranks) = (
             x.size()[0],
             self.addends.iter().map(|addend| addend.rank).sum(),
@@ -174,7 +221,11 @@ impl LowRank {
                 masks.push(mask);
             }
         }
-        // Scales the projections, which are far smaller than the outputs.
+        Ok((h, masks))
+    }
+
+    /// Scales the projections, which are far smaller than the outputs.
+    fn scale(&self, h: &Tensor) -> Result<()> {
         let scale = self.addends[0].scale;
         if self.addends.iter().all(|addend| addend.scale == scale) {
             if scale != 1.0 {
@@ -186,11 +237,11 @@ impl LowRank {
                 let _same = own.f_mul_scalar_(addend.scale)?;
             }
         }
-        Ok((h, masks))
+        Ok(())
     }
 
-    /// Adds `h · Bᵀ + bias` to the columns of each addend.
-    fn expand(&self, y: &Tensor, h: &Tensor, weights: &[Weights<'_>]) -> FunctionResult<()> {
+    /// Adds `h · Bᵀ` to the columns of each addend.
+    fn expand(&self, y: &Tensor, h: &Tensor, weights: &[Weights<'_>]) -> Result<()> {
         let mut offset = 0;
         // Addends of the same columns take one matmul: their ranks are concatenated.
         let groups = self.addends.chunk_by(|one, next| one.start == next.start);
@@ -201,26 +252,30 @@ impl LowRank {
             let rank = group.iter().map(|addend| addend.rank).sum();
             let h = h.f_narrow(1, offset, rank)?;
             offset += rank;
-            let columns = y.f_narrow(1, group[0].start, group[0].width)?;
+            let columns = group[0].columns(y)?;
             let b: Vec<&Tensor> = own.iter().map(|weights| weights.b).collect();
             let b = match b[..] {
                 [only] => only.shallow_clone(),
                 _ => Tensor::f_cat(&b, 1)?,
             };
             self.accumulate(&columns, &h, &b.f_to_kind(self.compute)?.f_tr()?)?;
-            for (addend, weights) in group.iter().zip(own) {
-                if let Some(bias) = weights.bias {
-                    let _same = columns
-                        .shallow_clone()
-                        .f_add_(&bias.f_mul_scalar(addend.scale)?)?;
-                }
+        }
+        Ok(())
+    }
+
+    /// Adds the scaled bias of each addend to its columns.
+    fn add_biases(&self, y: &Tensor, weights: &[Weights<'_>]) -> Result<()> {
+        for (addend, weights) in self.addends.iter().zip(weights) {
+            if let Some(bias) = weights.bias {
+                let bias = bias.f_mul_scalar(addend.scale)?;
+                let _same = addend.columns(y)?.f_add_(&bias)?;
             }
         }
         Ok(())
     }
 
     /// Computes `out += left · right`, where `out` may be columns of a wider matrix and of another dtype.
-    fn accumulate(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> FunctionResult<()> {
+    fn accumulate(&self, out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
         if out.kind() == self.compute {
             // `mm_into` writes whole rows; columns of a joint output have gaps between them.
             if out.is_contiguous() {
@@ -251,7 +306,10 @@ impl Function for LowRank {
         let weights = self.weights(inputs);
         let rows = rows_of(x)?;
         let (h, masks) = self.project(&rows, &weights)?;
-        self.expand(&y.f_view([-1, last(y)])?, &h, &weights)?;
+        self.scale(&h)?;
+        let columns = y.f_view([-1, last(y)])?;
+        self.expand(&columns, &h, &weights)?;
+        self.add_biases(&columns, &weights)?;
         // Changes the base's output in place; a copy would have the size of the layer's output.
         context.mark_dirty(0);
         if context.needs_any_grad() {
