@@ -5,6 +5,7 @@ use overdrive_transformer::CausalLm;
 use tch::Tensor;
 use tokenizers::Tokenizer;
 
+use crate::device_sampling::Ahead;
 use crate::prompts::check_ids;
 use crate::rows::{OnToken, Rows, check_options};
 use crate::{
@@ -155,8 +156,10 @@ fn token_by_token<M: GenerationModel + ?Sized>(
                 decoder.reorder(&kept)?;
             }
             let logits = decoder.step(&rows.last_tokens())?;
+            let looks_ahead = decoder.looks_ahead();
             let mut ahead = |tokens: &Tensor| decoder.look_ahead(tokens);
-            if !rows.choose_ahead(&logits, on_token, &mut ahead)? {
+            let ahead: Option<Ahead<'_>> = looks_ahead.then_some(&mut ahead);
+            if !rows.choose_ahead(&logits, on_token, ahead)? {
                 // The step that has begun has other tokens.
                 decoder.reorder(&rows.in_order())?;
             }

@@ -68,6 +68,12 @@ pub trait RowDecoder {
     /// An error of the model.
     fn step(&mut self, tokens: &[i64]) -> Result<Tensor>;
 
+    /// Returns `true` if [`look_ahead`](RowDecoder::look_ahead) would begin the next step; default `false`. Otherwise nobody
+    /// computes the tokens for it.
+    fn looks_ahead(&self) -> bool {
+        false
+    }
+
     /// Begins the next [`step`](RowDecoder::step), whose tokens are these of a device, i64 `(B, 1)`; the host does not know
     /// them yet. The step that follows has the same tokens, unless the rows are reordered before it. Default: nothing.
     ///

@@ -314,18 +314,18 @@ impl<'a> Rows<'a> {
     }
 
     /// Chooses tokens as [`choose`](Rows::choose) does. If the logits are on a device, which finds the expected token of
-    /// every row of the batch, `ahead` is called with them, i64 `(B, 1)`, before the host waits. Returns `false` if the
-    /// rows chose other tokens.
+    /// every row of the batch, `ahead` is called with these tokens, i64 `(B, 1)`, before the host waits. Returns `false` if
+    /// the rows chose other tokens.
     pub(crate) fn choose_ahead(
         &mut self,
         logits: &Tensor,
         on_token: &mut OnToken<'_>,
-        ahead: Ahead<'_>,
+        ahead: Option<Ahead<'_>>,
     ) -> Result<bool> {
         if !stays_on_device(logits) {
             return self.choose(logits, on_token).map(|()| true);
         }
-        let ahead = self.look_ahead.is_wanted().then_some(ahead);
+        let ahead = ahead.filter(|_| self.look_ahead.is_wanted());
         let as_expected = self.choose_on_device(logits, on_token, ahead)?;
         if !as_expected {
             self.look_ahead.missed();

@@ -115,7 +115,7 @@ fn are_alike(weights: &[&QuantizedWeight]) -> bool {
         ) && std::mem::discriminant(&other.storage) == std::mem::discriminant(&first.storage)
             && kinds(other) == kinds(first)
     };
-    !rest.is_empty() && rest.iter().all(alike) && weights.iter().all(|weight| lies_in_rows(weight))
+    !rest.is_empty() && weights.iter().all(|weight| lies_in_rows(weight)) && rest.iter().all(alike)
 }
 
 /// Returns `true` if no tensor of a weight belongs to the weight as a whole, or has parts of several outputs in one element.

@@ -16,9 +16,9 @@ use crate::failure::{Failure, Result};
 /// The largest number of programs at a time. Each has a thread for every core.
 const MOST: usize = 4;
 
-/// What runs beside others.
+/// A unit of work, which runs beside others.
 #[derive(Debug)]
-pub(crate) enum Job {
+enum Job {
     /// Commands one after the other.
     Commands(Vec<Cargo>),
     /// A test program.
@@ -27,7 +27,7 @@ pub(crate) enum Job {
 
 /// A test program that Cargo has built.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct TestProgram {
+struct TestProgram {
     /// The package and the source file.
     name: String,
     /// The folder of the package.
@@ -35,7 +35,7 @@ pub(crate) struct TestProgram {
     built: PathBuf,
 }
 
-/// What a job printed and how it ended.
+/// The output of a job and its end.
 struct Done {
     name: String,
     text: String,

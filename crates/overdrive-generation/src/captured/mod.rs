@@ -189,9 +189,9 @@ impl CapturedSteps {
         !self.is_off && (is_forced() || self.graphs.contains_key(&key))
     }
 
-    /// Launches a step with one new token for each of some sequences, and the index of their adapter among those of the
-    /// model. If `ids`, i32 or i64 `(N,)`, is given, it replaces the tokens. Returns `None`, without doing anything, if the step cannot be
-    /// replayed; the caller then runs the plain step.
+    /// Launches a step with one new token for each of some sequences; `adapters` are the indices of their adapters among
+    /// those of the model. If `ids`, i32 or i64 `(N,)`, is given, it replaces the tokens. Returns `None` if the step cannot
+    /// be replayed; the caller then runs the plain step.
     ///
     /// # Errors
     /// When the cache has no room, or a replay fails.
@@ -228,7 +228,8 @@ impl CapturedSteps {
             mixed.write(adapters)?;
         }
         let all = mixed.of_rows(&key)?;
-        let work = || forward(model, &mut step, outputs, numbers, *position_bound, &all);
+        let all = all.as_ref();
+        let work = || forward(model, &mut step, outputs, numbers, *position_bound, all);
         if !captured(graphs, &key, numbers.device(), work)? {
             match is_mixed {
                 true => mixed.is_off = true,
@@ -264,7 +265,6 @@ impl CapturedSteps {
             inputs,
             outputs,
             rows: numbers,
-            mixed,
             position_bound,
             is_off,
             ..
@@ -284,8 +284,7 @@ impl CapturedSteps {
             let Some(mut step) = cache.decode_step(inputs, &[], rows)? else {
                 continue;
             };
-            let none = mixed.of_rows(&key)?;
-            let work = || forward(model, &mut step, outputs, numbers, *position_bound, &none);
+            let work = || forward(model, &mut step, outputs, numbers, *position_bound, None);
             *is_off = !captured(graphs, &key, numbers.device(), work)?;
         }
         Ok(())
@@ -386,7 +385,7 @@ fn forward<M: EngineModel>(
     outputs: &Outputs,
     numbers: &Tensor,
     position_bound: i64,
-    adapters: &Option<StepAdapters>,
+    adapters: Option<&StepAdapters>,
 ) -> Result<()> {
     let (input_ids, position_ids) = (step.input_ids()?, step.position_ids()?);
     let count = input_ids.numel() as i64;
@@ -397,7 +396,7 @@ fn forward<M: EngineModel>(
         cache: &mut step.batch()?,
         logits_indices: &numbers.f_narrow(0, 0, count)?,
         images: None,
-        adapters: adapters.as_ref(),
+        adapters,
     })?;
     let mut to = outputs.scores.f_narrow(0, 0, count)?;
     if logits.size() != to.size() {

@@ -197,6 +197,13 @@ impl RowDecoder for Decoder<'_> {
         }
     }
 
+    fn looks_ahead(&self) -> bool {
+        match &self.layout {
+            Layout::Padded(_) => false,
+            Layout::Ragged(rows) => rows.looks_ahead(),
+        }
+    }
+
     fn look_ahead(&mut self, tokens: &Tensor) -> Result<()> {
         match &mut self.layout {
             Layout::Padded(_) => Ok(()),

@@ -112,16 +112,23 @@ impl<'a> Ragged<'a> {
         Ok(self.forward(&new_tokens, false)?.f_transpose(0, 1)?)
     }
 
+    /// Returns `true` if the next step can be replayed before its tokens are known.
+    pub(super) fn looks_ahead(&self) -> bool {
+        let needed = self.rows.iter().map(|id| self.cache.blocks_needed(*id, 1));
+        let none = vec![None; self.rows.len()];
+        (self.captured.as_ref()).is_some_and(|captured| captured.knows(&none))
+            && needed.sum::<usize>() <= self.cache.free_blocks()
+    }
+
     /// Begins the next step, if it can be replayed.
     pub(super) fn look_ahead(&mut self, tokens: &Tensor) -> Result<()> {
+        if !self.looks_ahead() {
+            return Ok(());
+        }
         let Some(captured) = &mut self.captured else {
             return Ok(());
         };
-        let needed = self.rows.iter().map(|id| self.cache.blocks_needed(*id, 1));
         let none = vec![None; self.rows.len()];
-        if !captured.knows(&none) || needed.sum::<usize>() > self.cache.free_blocks() {
-            return Ok(());
-        }
         let new_tokens: Vec<_> = self.rows.iter().map(|id| (*id, 0)).collect();
         let ids = tokens.f_flatten(0, -1)?;
         let (model, cache) = (self.model, &mut self.cache);

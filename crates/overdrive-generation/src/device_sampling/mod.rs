@@ -16,13 +16,15 @@
 //! before the host has read anything. If the host chooses otherwise, that step is discarded.
 
 mod changes;
+mod expected;
 mod step;
 
 use tch::{Device, Tensor};
 
 use crate::Result;
 pub(crate) use changes::RowChanges;
-pub(crate) use step::{Ahead, DeviceCut, DeviceStep, Draw, Expected, RowPlan, RowResult, TIES};
+pub(crate) use expected::{Ahead, DeviceCut, Expected, LookAhead};
+pub(crate) use step::{DeviceStep, Draw, RowPlan, RowResult, TIES};
 
 /// The logits of one row.
 pub(crate) enum RowLogits<'a> {
@@ -30,31 +32,6 @@ pub(crate) enum RowLogits<'a> {
     Host(&'a mut [f32]),
     /// Row `.1` of a step on a device.
     Device(&'a DeviceStep, usize),
-}
-
-/// Decides whether the next step begins with the expected tokens.
-#[derive(Debug, Default)]
-pub(crate) struct LookAhead {
-    /// The number of steps that begin without.
-    pause: u32,
-}
-
-impl LookAhead {
-    /// The number of steps after an unexpected token: a flat distribution, whose tokens the device does not find, costs a
-    /// discarded step in so many.
-    const PAUSE: u32 = 32;
-
-    /// Returns `true` if the next step may begin with the expected tokens. Called once a step.
-    pub(crate) fn is_wanted(&mut self) -> bool {
-        let is_wanted = self.pause == 0;
-        self.pause = self.pause.saturating_sub(1);
-        is_wanted
-    }
-
-    /// Records a step that was discarded.
-    pub(crate) fn missed(&mut self) {
-        self.pause = Self::PAUSE;
-    }
 }
 
 /// Returns `true` if tokens are chosen from such logits on their device.
@@ -67,12 +44,6 @@ const fn is_forced() -> bool {
     false
 }
 
-/// Returns the expected tokens, which tests change.
-#[cfg(not(test))]
-const fn believed(tokens: Tensor) -> Tensor {
-    tokens
-}
-
 /// Copies a tensor of the host to the device of the logits.
 fn upload(host: Tensor, device: Device) -> Result<Tensor> {
     Ok(overdrive_sys::transfer::to_device(host, device)?)
@@ -80,7 +51,5 @@ fn upload(host: Tensor, device: Device) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-use tests::believed;
 #[cfg(test)]
 pub(crate) use tests::{Misled, is_forced};

@@ -108,7 +108,7 @@ fn the_launches_and_bytes_of_a_step_do_not_grow_with_the_vocabulary() {
     }
 }
 
-fn model() -> CausalLm {
+pub(super) fn model() -> CausalLm {
     let config = LlamaConfig {
         vocab_size: 500,
         hidden_size: 32,
