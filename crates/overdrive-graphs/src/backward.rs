@@ -247,7 +247,8 @@ impl BackwardGraphs {
     /// device without CUDA graphs.
     ///
     /// # Errors
-    /// [`Error::Common`] if the pass is not captured, or `inputs` are not those of `key`; [`Error::Work`] with the error of `loss`, and errors of libtorch.
+    /// [`Error::Common`] if the pass is not captured, or `inputs` are not those of `key`; [`Error::Work`] with the error of
+    /// `loss`, and errors of libtorch.
     pub fn replay<B: 'static, E: Into<WorkError>>(
         &mut self,
         key: &MicroBatchKey,

@@ -156,6 +156,19 @@ mod tests {
     use super::*;
     use crate::cargo::{words, workspace};
 
+    #[test]
+    fn tests_that_need_a_gpu_are_those_that_the_same_programs_ignore() {
+        let all = test(&[]).line();
+        assert_eq!(
+            tests_on_a_gpu().line(),
+            format!("{all} -- --ignored on_a_gpu")
+        );
+        // The same build, so that nothing is compiled again.
+        for other in [test_programs(), documentation_tests()] {
+            assert!(other.line().starts_with(&all), "{}", other.line());
+        }
+    }
+
     /// Returns the names of the tests in `folder` that need a GPU, with their files.
     fn gpu_tests(folder: &Path, found: &mut Vec<(PathBuf, String)>) {
         for entry in fs::read_dir(folder).unwrap() {

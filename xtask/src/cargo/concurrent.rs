@@ -59,8 +59,11 @@ pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
         .chain([super::checks::documentation_tests()]);
     // The commands take longest, so they begin first.
     let jobs = std::iter::once(Job::Commands(documentation.collect()));
-    let programs = built.lines().filter_map(TestProgram::of_message);
-    run(jobs.chain(programs.map(Job::Program)).collect())
+    let programs: Vec<TestProgram> = built.lines().filter_map(TestProgram::of_message).collect();
+    if programs.is_empty() {
+        return Err(Failure::new("cargo built no test program"));
+    }
+    run(jobs.chain(programs.into_iter().map(Job::Program)).collect())
 }
 
 fn run(jobs: VecDeque<Job>) -> Result<()> {
