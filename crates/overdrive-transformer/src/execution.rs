@@ -21,7 +21,8 @@ pub struct Execution {
     /// The implementation of attention. Default: flash.
     pub attention: AttentionImplementation,
     /// If `false`, the residual stream of a decoder has the dtype of autocast in training with mixed precision, which saves
-    /// memory; sums over the layers are then rounded to 16 bits. Megatron's option of the same name. Default: `true`, fp32, as PyTorch's autocast leaves it.
+    /// memory; sums over the layers are then rounded to 16 bits. Megatron's option of the same name. Default: `true`,
+    /// fp32, as PyTorch's autocast leaves it.
     pub fp32_residual_connection: bool,
     /// The blocks that are recomputed in backward instead of saving their activations; ignored with a cache.
     /// Default: none. transformers' `gradient_checkpointing_enable` is `Schedule::EveryBlock`.

@@ -150,7 +150,9 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind, adapters: &[&str]) -
         };
         add_adapter(&mut model, name, &lora, &options)?;
     }
-    set_adapter(&mut model, &[])?;
+    if !adapters.is_empty() {
+        set_adapter(&mut model, &[])?;
+    }
     let run = |enforce_eager: bool| -> Result<(Vec<Vec<i64>>, EngineStatistics)> {
         let mut settings = EngineConfig::default();
         settings.max_num_seqs = 12;
