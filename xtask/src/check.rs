@@ -70,7 +70,7 @@ pub(crate) fn check(commands: &[String]) -> Result<()> {
     training()?;
     step("tests, and beside them the documentation");
     let gpu = doctor::has_gpu(&found.libtorch);
-    cargo::run_all_tests(gpu, vec![cargo::docs(&[])])
+    cargo::run_all_tests(gpu, vec![cargo::docs_after_lint()?])
 }
 
 /// Returns an error with the remedy if `cargo deny` is not installed.

@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 
-use super::Cargo;
 use super::concurrent::test_all;
+use super::{Cargo, sysroot};
 use crate::failure::Result;
 
 /// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
@@ -37,7 +37,7 @@ fn test(further: &[OsString]) -> Cargo {
     });
     let mut base = Cargo::new(["test", "--no-fail-fast"]);
     if std::env::var_os(WAIT_POLICY.0).is_none() {
-        base.variables.push(WAIT_POLICY);
+        base.variables.push((WAIT_POLICY.0, WAIT_POLICY.1.into()));
     }
     if chosen {
         base.and(further)
@@ -95,11 +95,28 @@ pub(crate) fn lint(further: &[OsString]) -> Cargo {
     cargo.and(&["-D".into(), "warnings".into()])
 }
 
-/// Builds the documentation. The variable replaces Cargo's `rustdocflags`, whose run path only doctests need.
+/// Builds the documentation of the libraries. The variable replaces Cargo's `rustdocflags`, whose run path only doctests need.
 pub(crate) fn docs(further: &[OsString]) -> Cargo {
-    let mut cargo = Cargo::new(["doc", "--no-deps"]).workspace().and(further);
-    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
+    let mut cargo = Cargo::new(["doc", "--no-deps", "--lib"])
+        .workspace()
+        .and(further);
+    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings".into()));
     cargo
+}
+
+/// Builds the documentation from what [`lint`] has compiled: Cargo keeps crates that clippy has checked apart from those of the
+/// compiler, so that without these variables, which clippy sets too, all of them are checked again.
+pub(crate) fn docs_after_lint() -> Result<Cargo> {
+    let mut cargo = docs(&[]);
+    let driver = sysroot()?.join("bin/clippy-driver");
+    cargo
+        .variables
+        .push(("RUSTC_WORKSPACE_WRAPPER", driver.into_os_string()));
+    // clippy's encoding of `-D warnings`.
+    let separator = "__CLIPPY_HACKERY__";
+    let arguments = format!("-D{separator}warnings{separator}");
+    cargo.variables.push(("CLIPPY_ARGS", arguments.into()));
+    Ok(cargo)
 }
 
 /// Compiles one crate without its default features, and with one feature or none.
@@ -144,7 +161,9 @@ pub(crate) fn kernel_launches() -> Cargo {
         "--lib",
         "every_variant_is_launched",
     ]);
-    cargo.variables.push(("OVERDRIVE_WRITE_LAUNCHES", "1"));
+    cargo
+        .variables
+        .push(("OVERDRIVE_WRITE_LAUNCHES", "1".into()));
     cargo
 }
 

@@ -15,8 +15,8 @@ use crate::record::Record;
 use crate::torch;
 
 pub(crate) use checks::{
-    check_alone, docs, faults, fmt, kernel_launches, lint, outside_project, run_all_tests,
-    run_tests, training_for_check,
+    check_alone, docs, docs_after_lint, faults, fmt, kernel_launches, lint, outside_project,
+    run_all_tests, run_tests, training_for_check,
 };
 pub(crate) use programs::{ablation, bench, example, gpu_check, gpu_check_program, train, tune};
 pub(crate) use release::{choose_tch, deny, examples, metadata, own_metadata, tree};
@@ -44,7 +44,7 @@ const ALL_FEATURES: [&str; 2] = [
 #[derive(Debug)]
 pub(crate) struct Cargo {
     arguments: Vec<OsString>,
-    variables: Vec<(&'static str, &'static str)>,
+    variables: Vec<(&'static str, OsString)>,
     /// The folder that it runs in, if it is not that of this process.
     folder: Option<PathBuf>,
 }
@@ -58,11 +58,21 @@ pub(crate) fn run_all(mut commands: Vec<Cargo>) -> Result<()> {
 
 /// Returns the target triple of this machine's compiler.
 pub(crate) fn host() -> Result<String> {
+    host_of(&rustc(&["-vV"])?)
+}
+
+/// Returns the folder of this machine's compiler.
+fn sysroot() -> Result<PathBuf> {
+    Ok(PathBuf::from(rustc(&["--print", "sysroot"])?.trim_end()))
+}
+
+/// Returns what the compiler prints.
+fn rustc(arguments: &[&str]) -> Result<String> {
     let output = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()))
-        .arg("-vV")
+        .args(arguments)
         .output()
         .map_err(|error| Failure::new(format!("could not start rustc: {error}")))?;
-    host_of(&String::from_utf8_lossy(&output.stdout))
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// Returns the target triple in the output of `rustc -vV`.
@@ -97,6 +107,7 @@ impl Cargo {
         let mut cargo = Self::new(["build", "--release", "--manifest-path"])
             .and(&[manifest.into(), "--target-dir".into(), target.into()])
             .and(&["--target".into(), host.into()]);
+        let variables = variables.map(|(name, value)| (name, value.into()));
         cargo.variables.extend(variables);
         cargo
     }
@@ -156,13 +167,9 @@ impl Cargo {
 
     /// Returns the variables; those of this command come last.
     fn variables(&self) -> Vec<(&'static str, OsString)> {
-        let own = self
-            .variables
-            .iter()
-            .map(|(name, value)| (*name, value.into()));
         let mut variables = torch::variables();
         variables.retain(|(name, _)| self.variables.iter().all(|(own, _)| own != name));
-        variables.extend(own);
+        variables.extend(self.variables.iter().cloned());
         variables
     }
 
@@ -336,7 +343,7 @@ mod tests {
         assert_eq!(
             docs(&[]).line(),
             format!(
-                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --workspace {}",
+                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --workspace {}",
                 ALL_FEATURES.join(" ")
             )
         );
