@@ -34,7 +34,7 @@ fn run(flags: &Flags) -> Result<()> {
     let sum = group.sum(group.rank() as f64)?;
     let place = group.rendezvous();
     RankLog::new(&group).every(format!(
-        "of {}, local rank {} of {}, start {}, by {:?}: the ranks add up to {sum}",
+        "of {}, local rank {} of {}, start {}, launcher {:?}: the ranks add up to {sum}",
         group.world_size(),
         group.local_rank(),
         group.local_world_size(),

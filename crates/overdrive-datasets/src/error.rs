@@ -164,7 +164,9 @@ pub enum Error {
     },
 
     /// A record index is beyond the end.
-    #[error("record {index} was requested, but there are only {len}; records are counted from 0")]
+    #[error(
+        "record {index} was requested from a dataset of length {len}; records are counted from 0"
+    )]
     NoSuchRecord {
         /// The index.
         index: usize,
