@@ -158,7 +158,8 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
         match line {
             Ok(line) if line.trim().is_empty() => None,
             Ok(line) => {
-                let value = serde_json::from_str(&line).with_context(|| location.clone());
+                let value = serde_json::from_str(&line);
+                let value = value.with_context(|| format!("{location}: the line is not JSON"));
                 Some(value.map(|value| (location, value)))
             }
             Err(error) => Some(Err(error.into())),

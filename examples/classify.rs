@@ -39,14 +39,14 @@ pub(crate) struct Flags {
     #[arg(long, default_value = "label")]
     label_column: String,
     /// Fraction of the rows held out to measure the accuracy
-    #[arg(long, default_value_t = 0.2)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.2)]
     held_out: f64,
     #[arg(long, default_value_t = 3)]
     epochs: u64,
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..))]
     batch_size: u16,
     /// Learning rate [default: 5e-5; 1e-3 from scratch and with --lora]
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     learning_rate: Option<f64>,
     /// Maximum number of tokens in a text; longer texts are truncated
     #[arg(long, default_value_t = 128)]

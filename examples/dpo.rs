@@ -29,13 +29,13 @@ pub(crate) struct Flags {
     #[command(flatten)]
     finetune: FinetuneArgs,
     /// Weight of the deviation from the reference model: larger values keep the model closer to it
-    #[arg(long, default_value_t = 0.1)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.1)]
     beta: f64,
     /// Loss function of a preference pair
     #[arg(long, value_enum, default_value = "sigmoid")]
     loss_type: DpoLossType,
     /// Probability that the labels of a pair are swapped, for `--loss-type robust`
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 0.0)]
     label_smoothing: f64,
 }
 

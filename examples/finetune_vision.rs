@@ -51,7 +51,7 @@ pub(crate) struct Flags {
     #[arg(long, default_value_t = 4)]
     pub(crate) batch_size: usize,
     /// Initial learning rate, which decays linearly to 0
-    #[arg(long, default_value_t = 2e-4)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 2e-4)]
     pub(crate) learning_rate: f64,
     /// Rank of the adapter
     #[arg(long, default_value_t = 16)]

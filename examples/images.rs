@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use image::{Rgb, RgbImage};
 use overdrive::core::OutputFolder;
 use overdrive::datasets::prelude::*;
@@ -27,12 +27,12 @@ use tch::Kind;
 
 /// Reads images with captions in batches of tensors
 #[derive(Parser)]
+#[command(group = ArgGroup::new("source").args(["data", "generate"]).required(true))]
 pub(crate) struct Flags {
     /// JSON or JSON Lines files with the paths and captions of images
-    #[arg(required_unless_present = "generate")]
     pub(crate) data: Vec<PathBuf>,
     /// Write 24 images of shapes with captions to this folder, and read them
-    #[arg(long, value_name = "DIR", conflicts_with = "data")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) generate: Option<PathBuf>,
     /// Field with the path of an image
     #[arg(long, default_value = "image")]

@@ -44,7 +44,7 @@ pub(crate) struct Flags {
     #[arg(long, default_value_t = 32)]
     pub(crate) batch_size: usize,
     /// Initial learning rate, which decays linearly to 0
-    #[arg(long, default_value_t = 2e-3)]
+    #[arg(long, allow_negative_numbers = true, default_value_t = 2e-3)]
     pub(crate) learning_rate: f64,
     /// Number of held-out pairs
     #[arg(long, default_value_t = 200)]

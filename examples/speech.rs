@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use clap::Parser;
+use clap::{ArgGroup, Parser};
 use overdrive::core::OutputFolder;
 use overdrive::datasets::prelude::*;
 use overdrive::datasets::{
@@ -24,12 +24,12 @@ use overdrive_examples::{TextTokens, print_line};
 
 /// Reads speech with transcripts in batches of log-mel frames
 #[derive(Parser)]
+#[command(group = ArgGroup::new("source").args(["data", "generate"]).required(true))]
 pub(crate) struct Flags {
     /// Manifests: CSV, TSV, JSON, JSON Lines
-    #[arg(required_unless_present = "generate")]
     pub(crate) data: Vec<PathBuf>,
     /// Write twelve clips of tones and a manifest to this folder, and read them
-    #[arg(long, value_name = "DIR", conflicts_with = "data")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) generate: Option<PathBuf>,
     /// Folder of the audio files [default: the folder of the manifest]
     #[arg(long)]
@@ -47,7 +47,7 @@ pub(crate) struct Flags {
     #[arg(long)]
     pub(crate) seed: Option<u64>,
     /// Maximum length of a clip in seconds; longer clips are left out
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long, allow_negative_numbers = true, value_name = "SECONDS")]
     pub(crate) max_duration: Option<f64>,
 }
 

@@ -15,19 +15,19 @@ pub struct GenerationFlags {
     #[arg(long)]
     pub max_new_tokens: Option<usize>,
     /// Sampling temperature; 0 is greedy
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f64>,
     /// Sample from the N most likely tokens; 0 is all
     #[arg(long)]
     pub top_k: Option<usize>,
     /// Sample from the smallest set of tokens with this total probability
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     pub top_p: Option<f64>,
     /// Sample from tokens with at least this probability relative to the most likely one
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     pub min_p: Option<f64>,
     /// Penalty by which the scores of earlier tokens are divided; 1 is off
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     pub repetition_penalty: Option<f64>,
     /// Penalty subtracted once from the scores of tokens already generated; 0 is off
     #[arg(long, allow_negative_numbers = true)]

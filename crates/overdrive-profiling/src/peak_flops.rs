@@ -1,8 +1,10 @@
 //! The peak FLOP/s of a device: the denominator of MFU.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use overdrive_core::gpu_peaks::GpuModel;
+use overdrive_sys::threads;
 use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Kind, Tensor};
 
@@ -35,6 +37,9 @@ pub enum PeakSource {
     Given,
 }
 
+/// The peaks that were measured, by device, dtype, TF32 and threads.
+static MEASURED: Mutex<Vec<((Device, Kind, bool, usize), PeakFlops)>> = Mutex::new(Vec::new());
+
 impl PeakFlops {
     /// Returns a peak that the caller knows, in floating-point operations per second.
     pub fn given(flops_per_second: f64) -> Self {
@@ -45,23 +50,29 @@ impl PeakFlops {
     }
 
     /// Returns the peak of `device` in matrix products of `dtype`: from the data sheet of a known GPU, else
-    /// measured ([`PeakFlops::measure`]). For fp32 on a GPU it follows the process's TF32 switch.
+    /// measured ([`PeakFlops::measure`]) once in a process. For fp32 on a GPU it follows the process's TF32 switch.
     ///
     /// # Errors
     /// [`Error::UnknownPeak`] if it can neither be looked up nor measured.
     pub fn of(device: Device, dtype: Kind) -> Result<Self> {
+        let tf32 = overdrive_sys::matmul::tf32()?.matmul;
         if let Device::Cuda(index) = device
             && let Ok(identity) = overdrive_sys::profiler::cuda_identity(index)
+            && let Some(flops_per_second) = data_sheet(&identity.name, dtype, tf32)
         {
-            let tf32 = overdrive_sys::matmul::tf32()?.matmul;
-            if let Some(flops_per_second) = data_sheet(&identity.name, dtype, tf32) {
-                return Ok(Self {
-                    flops_per_second,
-                    source: PeakSource::DataSheet(identity.name),
-                });
-            }
+            return Ok(Self {
+                flops_per_second,
+                source: PeakSource::DataSheet(identity.name),
+            });
         }
-        Self::measure(device, dtype)
+        let key = (device, dtype, tf32, threads::intra_op());
+        let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, peak)) = measured.iter().find(|(of, _)| *of == key) {
+            return Ok(peak.clone());
+        }
+        let peak = Self::measure(device, dtype)?;
+        measured.push((key, peak.clone()));
+        Ok(peak)
     }
 
     /// Measures products of square matrices of increasing size for about a third of a second, and
@@ -164,6 +175,8 @@ mod tests {
             matches!(peak.source, PeakSource::Measured { width } if WIDTHS.contains(&width)),
             "{peak:?}"
         );
+        let again = PeakFlops::of(Device::Cpu, Kind::Float).expect("it was measured");
+        assert_eq!(again, peak);
         // From a slow emulator to a large server.
         assert!((1e8..1e15).contains(&peak.flops_per_second), "{peak:?}");
     }

@@ -233,6 +233,9 @@ impl Owned {
             Numbers::Bytes => self.block.clamp(32, 128),
             _ => 64,
         };
+        let weights: Vec<f64> = (0..self.outputs * self.inputs)
+            .map(|place| self.weight(place, numbers))
+            .collect();
         let mut all = Vec::new();
         for row in x.chunks(self.inputs) {
             let mut places: Vec<f64> = (0..self.inputs)
@@ -249,10 +252,10 @@ impl Owned {
                     }
                 }
             }
-            for output in 0..self.outputs {
+            for weights in weights.chunks(self.inputs) {
                 let mut sums = (0.0, 0.0);
-                for (place, x) in places.iter().enumerate() {
-                    let term = self.weight(output * self.inputs + place, numbers) * x;
+                for (weight, x) in weights.iter().zip(&places) {
+                    let term = weight * x;
                     sums.0 += term;
                     sums.1 += term.abs();
                 }
@@ -311,10 +314,10 @@ pub(super) fn check_with(case: Case, rows: usize, bytes: bool) {
     owned.bytes = bytes;
     let map = owned.map();
     let x = activations(rows, case.inputs, case.seed);
+    let numbers = owned.numbers();
     let exact = owned.product(&x, Numbers::Exact);
+    let expected = owned.product(&x, numbers);
     for set in InstructionSet::available() {
-        let numbers = owned.numbers();
-        let expected = owned.product(&x, numbers);
         // Half a step of a group's largest activation, which is at most 80 times the typical one here; and
         // of bytes for the numbers of a table.
         let rounding = match numbers {
