@@ -58,8 +58,8 @@ struct Flags {
     /// 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
-    /// How keys and values are stored: auto (in the model's dtype), int8 or fp8, of which the same memory holds two to four
-    /// times as many
+    /// Storage of keys and values: auto (the model's dtype), int8 or fp8; in 8 bits the same memory holds two to four times
+    /// as many tokens
     #[arg(long, default_value_t)]
     kv_cache_dtype: KvCacheDtype,
     /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one

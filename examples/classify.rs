@@ -1,7 +1,7 @@
 //! Fine-tunes a sequence classifier (BERT, RoBERTa, ModernBERT) on a file of texts with labels, CSV or JSON Lines:
 //!
 //! ```text
-//! cargo xtask example classify --model bert-base-uncased --data reviews.csv --out runs/reviews
+//! cargo xtask example classify --model google-bert/bert-base-uncased --data reviews.csv --out runs/reviews
 //! cargo xtask example classify --data reviews.csv          # a small BERT from scratch, without a download
 //! ```
 //!
@@ -21,6 +21,7 @@ use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
     ClassificationTask, RunOptions, TrainingArguments, TrainingRun, exit, print_line,
 };
+use overdrive_examples::local_model;
 use tch::Device;
 
 /// Fine-tunes a sequence classifier on texts with labels
@@ -29,8 +30,8 @@ pub(crate) struct Flags {
     /// File with texts and labels: .csv, .tsv, .json or .jsonl
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
-    /// Folder of a BERT, RoBERTa or ModernBERT [default: a small BERT from scratch]
-    #[arg(long, value_name = "DIR")]
+    /// Folder or hub name of a BERT, RoBERTa or ModernBERT [default: a small BERT from scratch]
+    #[arg(long)]
     model: Option<PathBuf>,
     /// Column of the texts
     #[arg(long, default_value = "text")]
@@ -68,12 +69,10 @@ fn main() -> ExitCode {
 
 /// Trains, and returns the accuracy on the held-out texts.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
-    let inputs: Vec<_> = flags
-        .model
-        .iter()
-        .map(|model| ("--model", model.as_path()))
-        .collect();
-    let check = |out| OutputFolder::check("classify", "--out", out, &inputs);
+    let folder = flags.model.as_deref().map(local_model).transpose()?;
+    let folder = folder.as_deref();
+    let input = folder.map(|model| ("--model", model));
+    let check = |out| OutputFolder::check("classify", "--out", out, input.as_slice());
     let output = flags.out.as_ref().map(check).transpose()?;
     let arguments = TrainingArguments {
         seed: flags.seed,
@@ -82,7 +81,6 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     arguments.apply()?; // the seed, the threads, the treatment of subnormal numbers
     let data = LabeledTexts::open(&flags.data, &flags.text_column, &flags.label_column, None)?;
     let (train, test) = data.split(flags.held_out, flags.seed)?;
-    let folder = flags.model.as_deref();
     let device = Device::cuda_if_available();
     let (length, seed) = (flags.max_length, flags.seed);
     let mut task = ClassificationTask::load(folder, data, &train, length, seed, device)?;

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! cargo xtask example export_gguf --model runs/tiny-001/model --type q8_0 --out tiny.gguf
-//! cargo xtask example export_gguf --model ORG/NAME --adapter runs/mine/adapter --type q4_k_m --out mine.gguf
-//! cargo xtask example export_gguf --model ORG/NAME --adapter runs/mine/adapter --keep-adapter --out lora.gguf
+//! cargo xtask example export_gguf --model ORG/NAME --adapter runs/mine --type q4_k_m --out mine.gguf
+//! cargo xtask example export_gguf --model ORG/NAME --adapter runs/mine --keep-adapter --out lora.gguf
 //! ```
 //!
 //! The tokenizer, the chat template and the sampling defaults go into the file. An adapter is merged into dense weights;

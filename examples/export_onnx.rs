@@ -4,7 +4,7 @@
 //! ```text
 //! cargo xtask example export_onnx --model runs/tiny-001/model --out runs/tiny-onnx
 //! cargo xtask example export_onnx --model PATH --out OUT --quantize int4-g32 --activations int8
-//! cargo xtask example export_onnx --model PATH --adapter runs/finetune-001/adapter --out OUT --compare
+//! cargo xtask example export_onnx --model PATH --adapter runs/finetune-001 --out OUT --compare
 //! ```
 //!
 //! `--compare` needs Python with onnxruntime: `python3`, or the interpreter in OVERDRIVE_PYTHON.

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo xtask example seq2seq --out runs/reverse
-//! cargo xtask example seq2seq --model flan-t5-small --data pairs.jsonl --out runs/mine --learning-rate 1e-4
+//! cargo xtask example seq2seq --model google/flan-t5-small --data pairs.jsonl --out runs/mine --learning-rate 1e-4
 //! cargo xtask example generate --model runs/reverse --prompt abcde
 //! ```
 
@@ -22,6 +22,7 @@ use overdrive::trainer::{
     print_line,
 };
 use overdrive::transformer::{LoadOptions, SaveOptions, Seq2SeqLm};
+use overdrive_examples::local_model;
 use overdrive_examples::words::{END, small_model, words_to_reverse};
 use tch::Device;
 
@@ -31,7 +32,7 @@ pub(crate) struct Flags {
     /// Output folder for the trained model
     #[arg(long)]
     pub(crate) out: PathBuf,
-    /// Folder of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
+    /// Folder or hub name of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
     #[arg(long, requires = "data")]
     pub(crate) model: Option<PathBuf>,
     /// File of pairs: JSON Lines or CSV with `source` and `target` [default: words to reverse]
@@ -60,10 +61,11 @@ fn main() -> ExitCode {
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
-    let input = flags.model.as_deref().map(|model| ("--model", model));
+    let folder = flags.model.as_deref().map(local_model).transpose()?;
+    let input = folder.as_deref().map(|model| ("--model", model));
     let output = OutputFolder::check("seq2seq", "--out", &flags.out, input.as_slice())?;
     let device = Device::cuda_if_available();
-    let (mut model, tokenizer) = match &flags.model {
+    let (mut model, tokenizer) = match &folder {
         Some(folder) => {
             let options = LoadOptions {
                 device,
@@ -92,7 +94,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     print_line(format!("{percent:.1}% of {all} held-out targets are exact"));
     let output = output.begin()?;
     model.save_pretrained(output.path(), &SaveOptions::default())?;
-    match &flags.model {
+    match &folder {
         Some(folder) => drop(copy_tokenizer(folder, output.path())?),
         None => save_tokenizer(output.path(), &tokenizer, Some(END), 512)?,
     }

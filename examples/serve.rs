@@ -65,12 +65,12 @@ struct Flags {
     /// Size of the key/value cache in MiB [default: 1024 to 4096, depending on the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
-    /// How keys and values are stored: auto (in the model's dtype), int8 or fp8, of which the same memory holds two to four
-    /// times as many
+    /// Storage of keys and values: auto (the model's dtype), int8 or fp8; in 8 bits the same memory holds two to four times
+    /// as many tokens
     #[arg(long, default_value_t)]
     kv_cache_dtype: KvCacheDtype,
-    /// Number of tokens to propose in a step of each sequence: those that followed an earlier occurrence of its last tokens.
-    /// Proposals change no answer. For texts that repeat their prompt: summaries, corrections, code; on CPUs only
+    /// Prompt lookup: number of tokens to propose for each sequence in a step, copied from after an earlier occurrence of its
+    /// last tokens. Proposals change no answer. For texts that repeat their prompt: summaries, corrections, code; on CPUs only
     #[arg(long, value_name = "N")]
     prompt_lookup_num_tokens: Option<usize>,
     /// Draft model with the same tokenizer: proposes tokens that the model verifies together; on CPUs only

@@ -45,9 +45,7 @@
 //! ```
 //!
 //! Method: [FlashAttention-2](https://arxiv.org/abs/2307.08691) (Dao 2023). Reference implementations:
-//! [flash-attn](https://github.com/Dao-AILab/flash-attention),
-//!
-//!
+//! [flash-attn](https://github.com/Dao-AILab/flash-attention) and
 //! [`scaled_dot_product_attention`](https://docs.pytorch.org/docs/2.11/generated/torch.nn.functional.scaled_dot_product_attention.html).
 #![deny(missing_docs)]
 

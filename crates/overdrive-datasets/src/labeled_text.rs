@@ -92,7 +92,7 @@ impl LabeledTexts {
         self.texts.is_empty()
     }
 
-    /// Returns the indices of the training texts and of the test texts, at least one of each. `held_out` (in 0..1) is
+    /// Returns the indices of the training texts and of the test texts, at least one of each. `held_out`, at least 0 and below 1, is
     /// the share of the test texts. The split is a function of the seed and the number of texts.
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl LabeledTexts {
             (0.0..1.0).contains(&held_out),
             "held_out",
             held_out,
-            "in 0..1",
+            "at least 0 and below 1",
         )?;
         let len = self.len();
         check_option(

@@ -89,7 +89,7 @@ impl TokenMasking {
             ("mask_replace_prob", options.mask_replace_prob),
             ("random_replace_prob", options.random_replace_prob),
         ] {
-            check_option((0.0..=1.0).contains(&p), name, p, "in 0..=1")?;
+            check_option((0.0..=1.0).contains(&p), name, p, "from 0 to 1")?;
         }
         let both = options.mask_replace_prob + options.random_replace_prob;
         // 0.9 + 0.1 is above 1 because of rounding.

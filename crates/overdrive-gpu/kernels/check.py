@@ -486,8 +486,11 @@ def few_bits_scales(launch, outputs, groups):
     codes = launch.given("scales", launch.random.integers(0, 256, outputs * groups))
     book = launch.given("inner_book", launch.random.uniform(-1.0, 1.0, 256))
     outer = launch.given("inner_scales", launch.random.uniform(0.01, 0.1, -(-outputs * groups // 256)))
-    scales = book[codes] * outer[np.arange(outputs * groups) >> 8] + launch.scalars["inner_offset"]
-    return scales.reshape(outputs, groups)
+    scales = book[codes] * outer[np.arange(outputs * groups) >> 8]
+    offsets = np.full(outputs, launch.scalars["inner_offset"])
+    for name in ("second", "third"):
+        offsets[launch.scalars[name]:] = launch.scalars[f"{name}_offset"]
+    return scales.reshape(outputs, groups) + offsets[:, None]
 
 
 def few_bits_numbers(launch, outputs, inputs):

@@ -12,7 +12,8 @@ FORMAT says what a code stands for, before the scale:
 - BOOK: an index of 16 numbers. The first of two codes is in the high half. The numbers are rounded; `ratio` undoes the factor
   with which they are rounded least.
 GROUP inputs of an output have one scale; 0 says that all have. With NESTED a scale is an 8-bit code of a book of 256
-numbers, with a scale for 256 codes, and a number is added to it.
+numbers, with a scale for 256 codes, and an offset is added to it. The weight may be up to three weights with an offset each;
+the outputs of the others begin at `second` and `third`.
 """
 
 import os
@@ -136,12 +137,12 @@ def numbers_8bit(code, FORMAT: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def scales_at(scales, inner_book, inner_scales, inner_offset, ratio, at, used, FORMAT: tl.constexpr, NESTED: tl.constexpr):
+def scales_at(scales, inner_book, inner_scales, added, ratio, at, used, FORMAT: tl.constexpr, NESTED: tl.constexpr):
     """Returns the scales of groups in f32."""
     scale = tl.load(scales + at, mask=used, other=0)
     if NESTED:
         outer = tl.load(inner_scales + (at >> 8), mask=used, other=0.0)
-        scale = tl.load(inner_book + scale.to(tl.int32)) * outer + inner_offset
+        scale = tl.load(inner_book + scale.to(tl.int32)) * outer + added
     scale = scale.to(tl.float32)
     if FORMAT == BOOK:
         scale *= ratio
@@ -168,9 +169,9 @@ def high_rows(words, T: tl.constexpr):
 
 @triton.jit
 def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, partial, counters, rows, outputs, inputs, splits,
-             inner_offset, ratio, FORMAT: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr, HALF_SCALES: tl.constexpr,
-             GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
-             STAGES: tl.constexpr):
+             inner_offset, second_offset, third_offset, second, third, ratio, FORMAT: tl.constexpr, OFFSET: tl.constexpr,
+             NESTED: tl.constexpr, HALF_SCALES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+             SLICES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Computes `y (rows, outputs) = x (rows, inputs) · weightᵀ` for at most ROWS rows of f16 or bf16.
 
     The weight is `codes (outputs, inputs)`, with a scale and an offset for each group of an output, in their order. `book` is
@@ -196,6 +197,9 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
         x_lines = x.to(tl.pointer_type(tl.int32), bitcast=True) + (row * (inputs // 2))[None, None, :] + byte[None, :, None]
     else:
         x_lines = x + (row * inputs)[None, None, :] + byte[None, :, None]
+    added = 0
+    if NESTED:
+        added = tl.where(output < second, inner_offset, tl.where(output < third, second_offset, third_offset))[None, :]
     w0, w1, w2, w3, w4, w5, w6, w7 = 0, 0, 0, 0, 0, 0, 0, 0
     if FORMAT == BOOK:
         first = book + (tl.zeros([1, 1], tl.int32) if SLICES == 1 else tl.zeros([1, 1, 1], tl.int32))
@@ -219,7 +223,7 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
             values = tl.load(x_lines + (block * (BLOCK // HALVES))[:, None, None], mask=real[:, None, None] & (row < rows)[None, None, :], other=0)
             at = wide[None, :] * (inputs // GROUP) + (block * BLOCK // GROUP)[:, None]
             used = real[:, None]
-            scale = scales_at(scales, inner_book, inner_scales, inner_offset, ratio, at, used, FORMAT, NESTED)
+            scale = scales_at(scales, inner_book, inner_scales, added, ratio, at, used, FORMAT, NESTED)
             scale = flat(scale[:, :, None], SLICES)
         code = flat(code, SLICES)
         values = flat(values, SLICES)

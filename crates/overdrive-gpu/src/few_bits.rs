@@ -51,7 +51,7 @@ pub(crate) struct Operands<'a> {
 pub(crate) struct Nested<'a> {
     pub(crate) book: &'a Tensor,
     pub(crate) scales: &'a Tensor,
-    pub(crate) offset: f64,
+    pub(crate) offsets: &'a [(i64, f64)],
 }
 
 /// Matmuls of f16 or bf16 with one kind of weight, on tensor cores.
@@ -201,15 +201,30 @@ impl FewBits {
             ("inputs", I32(inputs)),
             ("splits", I32(splits as i64)),
         ]);
-        arguments.extend(
-            weight
-                .nested
-                .map(|nested| ("inner_offset", F32(nested.offset))),
-        );
+        if let Some(nested) = weight.nested {
+            // The outputs of weights that are not there begin behind the last one.
+            let weight = |place: usize| match nested.offsets.get(place) {
+                Some((_, offset)) => (outputs_before(nested.offsets, place), *offset),
+                None => (outputs, 0.0),
+            };
+            let [first, second, third] = [0, 1, 2].map(weight);
+            arguments.extend([
+                ("inner_offset", F32(first.1)),
+                ("second_offset", F32(second.1)),
+                ("third_offset", F32(third.1)),
+                ("second", I32(second.0)),
+                ("third", I32(third.0)),
+            ]);
+        }
         arguments.extend(book.map(|book| ("ratio", F32(book.ratio))));
         self.kernels.launch(bucket, [blocks, splits], &arguments)?;
         Ok(Some(y))
     }
+}
+
+/// Returns the number of outputs of the weights before the one at `place`.
+fn outputs_before(offsets: &[(i64, f64)], place: usize) -> i64 {
+    offsets[..place].iter().map(|(outputs, _)| outputs).sum()
 }
 
 /// Returns the number of programs that share a block of outputs. Two programs for each multiprocessor keep enough loads

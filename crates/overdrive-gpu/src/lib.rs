@@ -105,7 +105,7 @@ pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{NormGradients, Normalized, RmsNorm};
 pub use paged_write::PagedWrite;
 pub use quantized::{
-    FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_ROWS,
+    FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_OFFSETS, MOST_ROWS,
 };
 pub use rotary::{Rotary, RotaryTables};
 

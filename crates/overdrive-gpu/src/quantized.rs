@@ -12,6 +12,9 @@ pub const MOST_ROWS: i64 = 64;
 /// The group sizes that the 4-bit kernels support.
 pub const FOUR_BIT_GROUPS: [i64; 3] = [32, 64, 128];
 
+/// The largest number of weights with double quantization that are multiplied as one.
+pub const MOST_OFFSETS: usize = 3;
+
 /// The largest number of f32 rows that are multiplied with codes. For more rows the weight is dequantized, because
 /// decoding codes takes longer than reading them.
 pub(crate) const MOST_FLOAT_ROWS: i64 = 8;
@@ -42,7 +45,8 @@ pub enum FourBitScales<'a> {
     /// f32 or f16.
     Full(&'a Tensor),
     /// Codes of 8 bits, `book[codes] · scale + offset` with a scale for each 256 groups (double quantization); for
-    /// [`FourBitNumbers::Book`].
+    /// [`FourBitNumbers::Book`]. Up to [`MOST_OFFSETS`] weights that lie one after another, each with an offset, are
+    /// multiplied as one weight.
     Nested {
         /// The codes, u8.
         codes: &'a Tensor,
@@ -50,8 +54,8 @@ pub enum FourBitScales<'a> {
         book: &'a Tensor,
         /// The scales, f32 `(⌈O·I/group/256⌉,)`.
         scales: &'a Tensor,
-        /// The offset.
-        offset: f64,
+        /// The number of outputs and the offset of each weight.
+        offsets: &'a [(i64, f64)],
     },
 }
 
@@ -266,12 +270,12 @@ fn operands<'a>(weight: &FourBitWeight<'a>) -> Operands<'a> {
             FourBitScales::Nested {
                 book,
                 scales,
-                offset,
+                offsets,
                 ..
             } => Some(Nested {
                 book,
                 scales,
-                offset,
+                offsets,
             }),
             FourBitScales::Full(_) => None,
         },
@@ -290,9 +294,23 @@ fn check(weight: &FourBitWeight<'_>) -> Result<()> {
     if let FourBitNumbers::Offset(offsets) = weight.numbers {
         sizes.push(("offsets", offsets, groups));
     }
-    if let FourBitScales::Nested { book, scales, .. } = weight.scales {
+    if let FourBitScales::Nested {
+        book,
+        scales,
+        offsets,
+        ..
+    } = weight.scales
+    {
         let blocks = (groups as usize).div_ceil(256) as i64;
         sizes.extend([("book", book, 256), ("scales of scales", scales, blocks)]);
+        let outputs: i64 = offsets.iter().map(|(outputs, _)| outputs).sum();
+        if offsets.len() > MOST_OFFSETS || outputs != weight.outputs {
+            let expected = format!(
+                "the outputs and offsets of at most {MOST_OFFSETS} weights, {} outputs together",
+                weight.outputs
+            );
+            return Err(Common::option("offsets", format!("{offsets:?}"), expected).into());
+        }
     }
     for (name, tensor, expected) in sizes {
         if tensor.numel() as i64 != expected || !tensor.is_contiguous() {

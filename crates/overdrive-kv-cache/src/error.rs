@@ -27,7 +27,7 @@ pub enum Error {
         layer: usize,
     },
     /// A truncation to more tokens than the cache holds.
-    #[error("cannot truncate to {len} tokens: the cache holds {held}")]
+    #[error("cannot truncate to {len} tokens: the cache holds {held}; give at most {held}")]
     TruncateBeyondEnd {
         /// The number of tokens to keep.
         len: i64,

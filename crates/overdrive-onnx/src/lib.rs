@@ -30,8 +30,8 @@
 //! ```
 //!
 //! # Supported models
-//! Every architecture and RoPE scaling of `overdrive-transformer` can be exported. Weights of any dtype become fp32 or
-//! fp16 ([`Precision`]); quantized weights stay quantized, in the layout of the operator that multiplies them:
+//! Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3, SmolLM3 and GPT-2 can be exported, with every RoPE scaling of
+//! `overdrive-transformer`. Weights of any dtype become fp32 or fp16 ([`Precision`]); quantized weights stay quantized, in the layout of the operator that multiplies them:
 //!
 //! | scheme | operators | in ONNX itself |
 //! |---|---|---|

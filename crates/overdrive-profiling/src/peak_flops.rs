@@ -37,8 +37,11 @@ pub enum PeakSource {
     Given,
 }
 
-/// The peaks that were measured, by device, dtype, TF32 and threads.
-static MEASURED: Mutex<Vec<((Device, Kind, bool, usize), PeakFlops)>> = Mutex::new(Vec::new());
+/// The device, the dtype, TF32 and the number of threads.
+type Conditions = (Device, Kind, bool, usize);
+
+/// The peaks that this process has measured.
+static MEASURED: Mutex<Vec<(Conditions, PeakFlops)>> = Mutex::new(Vec::new());
 
 impl PeakFlops {
     /// Returns a peak that the caller knows, in floating-point operations per second.
@@ -65,13 +68,13 @@ impl PeakFlops {
                 source: PeakSource::DataSheet(identity.name),
             });
         }
-        let key = (device, dtype, tf32, threads::intra_op());
+        let conditions = (device, dtype, tf32, threads::intra_op());
         let mut measured = MEASURED.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, peak)) = measured.iter().find(|(of, _)| *of == key) {
+        if let Some((_, peak)) = measured.iter().find(|(of, _)| *of == conditions) {
             return Ok(peak.clone());
         }
         let peak = Self::measure(device, dtype)?;
-        measured.push((key, peak.clone()));
+        measured.push((conditions, peak.clone()));
         Ok(peak)
     }
 

@@ -10,8 +10,13 @@ use crate::codec::code_book::Book;
 use crate::weight::{Magnitudes, Storage};
 use crate::{QuantizedWeight, Result};
 
-/// Returns `x (rows, I)` times the weight, `(rows, O)`, if there are few rows and a kernel.
-pub(crate) fn few_rows(x: &Tensor, weight: &QuantizedWeight) -> Result<Option<Tensor>> {
+/// Returns `x (rows, I)` times the weight, `(rows, O)`, if there are few rows and a kernel. `offsets` are those of [joined
+/// weights](crate::adjacent::Joined).
+pub(crate) fn few_rows(
+    x: &Tensor,
+    weight: &QuantizedWeight,
+    offsets: &[(i64, f64)],
+) -> Result<Option<Tensor>> {
     if !(1..=MOST_ROWS).contains(&x.size()[0]) || x.numel() == 0 {
         return Ok(None);
     }
@@ -33,12 +38,17 @@ pub(crate) fn few_rows(x: &Tensor, weight: &QuantizedWeight) -> Result<Option<Te
     }
     // The kernels of f32 take scales in full.
     let takes_nested = x.kind() != Kind::Float;
-    with_weight(weight, takes_nested, |coded| {
-        match kernels.four_bit(x.kind(), coded)? {
+    if !takes_nested && offsets.len() > 1 {
+        return Ok(None);
+    }
+    with_weight(
+        weight,
+        takes_nested.then_some(offsets),
+        |coded| match kernels.four_bit(x.kind(), coded)? {
             Some(kernels) => Ok(kernels.product(&in_order(x)?, coded)?),
             None => Ok(None),
-        }
-    })
+        },
+    )
 }
 
 /// Returns the dense weight `(O, I)`, if there is a kernel.
@@ -53,7 +63,7 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Option<
             None => Ok(None),
         };
     }
-    with_weight(weight, false, |coded| {
+    with_weight(weight, None, |coded| {
         match kernels.four_bit(kind, coded)? {
             Some(kernels) => Ok(kernels.dequantize(coded)?),
             None => Ok(None),
@@ -93,12 +103,12 @@ fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
     })
 }
 
-/// Calls `body` with a 4-bit weight in the form that the kernels take, and returns `None` for any other weight. If
-/// `nested`, 8-bit scales are passed as they are stored; else they are dequantized, which takes launches of libtorch's
-/// operators.
+/// Calls `body` with a 4-bit weight in the form that the kernels take, and returns `None` for any other weight. With
+/// `nested`, 8-bit scales are passed as they are stored, with these offsets or, where there are none, that of the weight; else
+/// they are dequantized, which takes launches of libtorch's operators.
 fn with_weight(
     weight: &QuantizedWeight,
-    nested: bool,
+    nested: Option<&[(i64, f64)]>,
     body: impl FnOnce(&FourBitWeight<'_>) -> Result<Option<Tensor>>,
 ) -> Result<Option<Tensor>> {
     let (outputs, inputs) = (weight.outputs, weight.inputs);
@@ -127,19 +137,25 @@ fn with_weight(
             if inputs % block != 0 || book == Book::E2m1 {
                 return Ok(None);
             }
-            let full;
-            let scales = match magnitudes {
-                Magnitudes::Quantized {
-                    codes,
-                    code_book,
-                    scales,
-                    offset,
-                } if nested => FourBitScales::Nested {
-                    codes,
-                    book: code_book,
-                    scales,
-                    offset: f64::from(*offset),
-                },
+            let (full, own);
+            let scales = match (magnitudes, nested) {
+                (
+                    Magnitudes::Quantized {
+                        codes,
+                        code_book,
+                        scales,
+                        offset,
+                    },
+                    Some(offsets),
+                ) => {
+                    own = [(outputs, f64::from(*offset))];
+                    FourBitScales::Nested {
+                        codes,
+                        book: code_book,
+                        scales,
+                        offsets: if offsets.is_empty() { &own } else { offsets },
+                    }
+                }
                 _ => {
                     full = magnitudes.tensor()?;
                     FourBitScales::Full(&full)
@@ -161,6 +177,8 @@ fn with_weight(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::adjacent::tests::weights_of;
+    use crate::adjacent::{Joined, adjacent, joined};
     use crate::{BlockOptions, GroupOptions, Scheme};
     use tch::Device;
 
@@ -182,11 +200,16 @@ mod tests {
                 codes,
                 book,
                 scales,
-                offset,
+                offsets,
             } => {
                 let outer = scales.repeat_interleave_self_int(256, 0, None);
                 let outer = outer.narrow(0, 0, codes.numel() as i64);
-                book.index_select(0, &codes.to_kind(Kind::Int64)) * outer + offset
+                let groups = weight.inputs / weight.group;
+                let added = |&(outputs, offset): &(i64, f64)| {
+                    Tensor::full([outputs * groups], offset, (Kind::Float, Device::Cpu))
+                };
+                let added = Tensor::cat(&offsets.iter().map(added).collect::<Vec<_>>(), 0);
+                book.index_select(0, &codes.to_kind(Kind::Int64)) * outer + added
             }
         }
         .view([-1, 1]);
@@ -224,10 +247,13 @@ mod tests {
         ] {
             let weight = QuantizedWeight::quantize(&dense, scheme).expect("finite numbers");
             let stored = weight.dequantize(Kind::Float).expect("memory");
-            for nested in [false, true] {
+            for nested in [None, Some(&[][..])] {
                 let given = with_weight(&weight, nested, |coded| {
                     let is_nested = matches!(coded.scales, FourBitScales::Nested { .. });
-                    assert_eq!(is_nested, nested && scheme == Scheme::Nf4(blocks(true)));
+                    assert_eq!(
+                        is_nested,
+                        nested.is_some() && scheme == Scheme::Nf4(blocks(true))
+                    );
                     Ok(Some(documented(coded)))
                 });
                 let given = given.expect("memory").expect("4 bits");
@@ -235,6 +261,20 @@ mod tests {
                 assert!(apart < 1e-6, "{scheme}: {apart}");
             }
         }
+        let apart = weights_of("nf4", [128, 128, 256]);
+        let apart: Vec<&QuantizedWeight> = apart.iter().collect();
+        let views = adjacent(&apart).expect("memory").expect("one scheme");
+        let views: Vec<&QuantizedWeight> = views.iter().collect();
+        let Joined { weight, offsets } = joined(&views).expect("memory").expect("adjacent");
+        let given = with_weight(&weight, Some(&offsets), |coded| Ok(Some(documented(coded))));
+        let stored = apart
+            .iter()
+            .map(|weight| weight.dequantize(Kind::Float).expect("memory"));
+        let stored = Tensor::cat(&stored.collect::<Vec<_>>(), 0);
+        let far = (given.expect("memory").expect("4 bits") - stored)
+            .abs()
+            .max();
+        assert!(far.double_value(&[]) < 1e-6, "{far}");
         let in_eight_bits = |symmetric| {
             Scheme::Grouped(GroupOptions {
                 bits: 8,
@@ -267,7 +307,7 @@ mod tests {
                 }
                 None => assert_eq!(scheme, in_eight_bits(false)),
             }
-            let none = with_weight(&weight, true, |_| unreachable!("it has 8 bits"));
+            let none = with_weight(&weight, Some(&[]), |_| unreachable!("it has 8 bits"));
             assert!(none.expect("no kernel is asked").is_none());
         }
     }

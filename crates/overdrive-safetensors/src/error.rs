@@ -32,7 +32,9 @@ pub enum Error {
         name: String,
     },
     /// A stored tensor has a dtype that tch does not support.
-    #[error("the tensor `{name}` is stored as {format}, a dtype that tch does not support")]
+    #[error(
+        "the tensor `{name}` is stored as {format}, a dtype that tch does not support; write it in another dtype"
+    )]
     UnreadableFormat {
         /// The name of the tensor.
         name: String,

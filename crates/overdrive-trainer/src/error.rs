@@ -228,7 +228,7 @@ pub enum Error {
     },
 
     /// A folder holds no run.
-    #[error("{} holds no run: {missing} is missing", path.display())]
+    #[error("{} holds no run: {missing} is missing; give the folder of a run", path.display())]
     NoRun {
         /// The folder.
         path: PathBuf,

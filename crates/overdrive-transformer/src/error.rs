@@ -29,7 +29,7 @@ pub enum Error {
         problems: Box<CheckpointProblems>,
     },
     /// A weight file is damaged, or not a safetensors file.
-    #[error("{} is not a complete safetensors file ({reason}); fetch or write it again", path.display())]
+    #[error("{} is not a complete safetensors file: {reason}; download or write it again", path.display())]
     BadWeightFile {
         /// The file.
         path: PathBuf,

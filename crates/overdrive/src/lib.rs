@@ -1,7 +1,7 @@
 //! Faster training and serving with libtorch, from Rust.
 //!
 //! Overdrive is a set of small crates over [`tch`]. Each solves one problem and can be used alone;
-//! this one re-exports them, each behind a feature of its name, all of them on by default.
+//! this one re-exports them, each behind a feature of its name, most of them on by default.
 //!
 //! | module | feature | what it does |
 //! |---|---|---|

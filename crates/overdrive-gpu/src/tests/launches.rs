@@ -286,7 +286,11 @@ fn four_bit(stand_in: &StandIn, kind: Kind) {
             codes: inner,
             book,
             scales,
-            offset: 0.25,
+            offsets: &[
+                (outputs / 3, 0.25),
+                (1, -0.125),
+                (outputs - outputs / 3 - 1, 0.5),
+            ],
         };
         all.push((FourBitScales::Full(&full), FourBitNumbers::Book(&BOOK)));
         all.push((nested, FourBitNumbers::Book(&BOOK)));

@@ -61,7 +61,9 @@ pub fn migration_scales(
                 .f_pow_tensor_scalar(1.0 - alpha)?;
             Ok(numerator.f_div(&denominator)?.f_clamp_min(1e-5)?)
         }
-        Migration::Strength(alpha) => Err(Error::option("migration strength", alpha, "in 0..=1")),
+        Migration::Strength(alpha) => {
+            Err(Error::option("migration strength", alpha, "from 0 to 1"))
+        }
         Migration::Search { steps } => search(weights, statistics, steps.max(1), scheme),
     }
 }

@@ -77,8 +77,8 @@ pub enum CudaGraphs {
     Never,
     /// The passes are captured if the host is what limits them, which is measured in the first steps.
     Auto,
-    /// The passes are captured without measuring. On a CPU they run on the fixed tensors of a graph, without one, by which
-    /// a program can be tested.
+    /// The passes are captured without measuring. On a CPU the passes use a graph's fixed tensors but run without a
+    /// graph, so that a program can be tested.
     Always,
 }
 

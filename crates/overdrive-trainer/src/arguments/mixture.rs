@@ -44,14 +44,17 @@ impl TrainingArguments {
                 return invalid("data_schedule", text, expected);
             };
             if stage.weights.len() != sources {
-                let expected = format!(
-                    "one with {sources} weights, as `data` has {sources} sources with weights"
-                );
+                let expected = match sources {
+                    0 => "left out, because the paths of `data` have no weights; or give each path a weight".to_owned(),
+                    _ => format!("a stage with {sources} weights, one for each path of `data`"),
+                };
                 return invalid("data_schedule", text, expected);
             }
             let before = stages.last().map_or(0, |last| last.steps);
             if stage.steps <= before {
-                let expected = format!("one after more than {before} steps, in ascending order");
+                let expected = format!(
+                    "a stage that begins after more than {before} steps; list the stages in ascending order"
+                );
                 return invalid("data_schedule", text, expected);
             }
             stages.push(stage);
@@ -71,7 +74,7 @@ impl TrainingArguments {
         let negative = negative.unwrap_or_default();
         #[rustfmt::skip]
         refuse(&[
-            (!negative.is_empty(), "data", &negative, "one with a weight of 0 or more"),
+            (!negative.is_empty(), "data", &negative, "a path with a weight of 0 or more"),
             (self.group_by_length, "group_by_length", &true,
                 "false for a mixture, whose order its weights decide; drop it, or drop the weights of `data`"),
         ])?;

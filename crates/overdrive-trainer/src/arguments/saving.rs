@@ -106,7 +106,7 @@ impl TrainingArguments {
         refuse(&[
             (loads && unevaluated, "load_best_model_at_end", &true, &never("false")),
             (patience.is_some() && unevaluated, "early_stopping_patience", &patience.unwrap_or(0), &never("left out")),
-            (self.save_strategy == SaveStrategy::Best && unevaluated, "save_strategy", &"best", &never("another one")),
+            (self.save_strategy == SaveStrategy::Best && unevaluated, "save_strategy", &"best", &never("`no`, `steps` or `epoch`")),
             (loads && !self.evaluates_every_snapshot(), "load_best_model_at_end", &true, &between),
         ])?;
         if patience.is_some() {

@@ -24,8 +24,9 @@ use super::model::ModelArguments;
 /// The default of `length_column_name`, as in transformers.
 pub(crate) const DEFAULT_LENGTH_COLUMN: &str = "length";
 
-/// The remedy for keys of the tokenizer in fine-tuning.
+/// The remedy for keys of mixtures in fine-tuning.
 const NO_MIXTURE: &str = "leave it out: a mixture is for training from scratch";
+/// The remedy for keys of the tokenizer in fine-tuning.
 const HAS_TOKENIZER: &str = "leave it out: the tokenizer of the model is used";
 
 options! {

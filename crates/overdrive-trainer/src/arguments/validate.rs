@@ -95,7 +95,7 @@ impl FinetuneArguments {
         #[rustfmt::skip]
         refuse(&[
             (self.model_name_or_path.as_os_str().is_empty(), "model_name_or_path", &"not set",
-                "the folder or GGUF file of the model to fine-tune; give it with `--model PATH`"),
+                "the folder, GGUF file or hub name of the model to fine-tune; give it with `--model MODEL`"),
             (self.training.data.is_empty(), "data", &"not set",
                 "a file of records to train on; give it with `--data FILE`"),
             (!source.is_empty(), "data", &source,

@@ -42,7 +42,7 @@ impl TokenFiles {
             return Ok(None);
         };
         if let Some(other) = data.iter().find(|path| !is_token_file(path)) {
-            let expected = "a file of tokens beside one; train on text or on tokens, or give the text to `tokenize`";
+            let expected = "a file of tokens, because `data` also names one; train on text or on tokens, or give the text to `tokenize`";
             return invalid("data", other.display(), expected);
         }
         let is_validation = |path: &&PathBuf| split_of(path) == Some(Split::Validation);

@@ -13,6 +13,7 @@ use overdrive_transformer::{
 use serde_json::json;
 use tch::{Device, Tensor};
 
+use crate::arguments::plain;
 use crate::error::invalid;
 use crate::{MicroBatch, Result};
 
@@ -68,8 +69,13 @@ impl ImageTextFormat {
     /// [`Error::Generation`](crate::Error::Generation) if it has no chat template.
     pub fn new(model: &CausalLm, files: &ModelFiles, question: &str) -> Result<ImageTextFormat> {
         let Some(vision) = model.config().vision() else {
-            let expected = "one that sees images, such as Qwen3-VL";
-            return invalid("model", "a model of text", expected);
+            let config = model.config().to_json();
+            let family = config.get("model_type").map_or_else(String::new, plain);
+            return invalid(
+                "model",
+                family,
+                "a model that sees images, such as Qwen3-VL",
+            );
         };
         let (template, tokenizer) = (files.chat_template()?, files.tokenizer()?);
         let parts = json!([{"type": "image"}, {"type": "text", "text": question}]);

@@ -171,7 +171,7 @@ fn a_folder_without_a_run_cannot_be_opened_as_one() {
         .expect_err("no run")
         .to_string();
     assert!(
-        text.ends_with("holds no run: training_args.json is missing"),
+        text.ends_with("holds no run: training_args.json is missing; give the folder of a run"),
         "{text}"
     );
 }

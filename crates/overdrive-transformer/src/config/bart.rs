@@ -209,7 +209,7 @@ impl BartConfig {
         ] {
             // Below 1: dropout divides the kept elements by `1 - p`.
             if !(0.0..1.0).contains(&p) {
-                return Err(bad(key, &p.into(), "in 0..1"));
+                return Err(bad(key, &p.into(), "at least 0 and below 1"));
             }
         }
         activation_named("activation_function", &self.activation_function).map(drop)

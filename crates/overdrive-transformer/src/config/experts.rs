@@ -488,7 +488,7 @@ impl ExpertsConfig {
         // Below 1, so that the factors of the noise are positive.
         if !(0.0..1.0).contains(&self.router_jitter_noise) {
             let found = self.router_jitter_noise.into();
-            return Err(bad("router_jitter_noise", &found, "in 0..1"));
+            return Err(bad("router_jitter_noise", &found, "at least 0 and below 1"));
         }
         Ok(())
     }

@@ -196,7 +196,11 @@ impl T5Config {
         self.validate_buckets()?;
         // Below 1: dropout divides the kept elements by `1 - p`.
         if !(0.0..1.0).contains(&self.dropout_rate) {
-            return Err(bad("dropout_rate", &self.dropout_rate.into(), "in 0..1"));
+            return Err(bad(
+                "dropout_rate",
+                &self.dropout_rate.into(),
+                "at least 0 and below 1",
+            ));
         }
         activation_named("feed_forward_proj", self.feed_forward().0)
             .map(drop)

@@ -438,7 +438,7 @@ impl EncoderConfig {
         for (key, p) in dropouts {
             // Below 1: dropout divides the kept elements by `1 - p`.
             if !(0.0..1.0).contains(&p) {
-                return Err(bad(key, &p.into(), "in 0..1"));
+                return Err(bad(key, &p.into(), "at least 0 and below 1"));
             }
         }
         for (key, theta) in [

@@ -272,11 +272,11 @@ fn phi_configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
     assert!(phi("phi3", "partial_rotary_factor", json!(0.0)).contains("above 0"));
     assert_eq!(
         phi("phi", "resid_pdrop", json!(1.0)),
-        "`resid_pdrop` is 1.0; it must be in 0..1"
+        "`resid_pdrop` is 1.0; it must be at least 0 and below 1"
     );
     assert_eq!(
         phi("phi3", "embd_pdrop", json!(-0.5)),
-        "`embd_pdrop` is -0.5; it must be in 0..1"
+        "`embd_pdrop` is -0.5; it must be at least 0 and below 1"
     );
     assert_eq!(
         phi(

@@ -167,7 +167,7 @@ fn wrong_keys_of_experts_are_named() {
             "mixtral",
             "router_jitter_noise",
             1.0.into(),
-            "`router_jitter_noise` is 1.0; it must be in 0..1",
+            "`router_jitter_noise` is 1.0; it must be at least 0 and below 1",
         ),
         (
             "qwen3_moe",

@@ -635,7 +635,7 @@ fn wrong_inputs_and_configurations_are_refused_by_name() {
         ),
         (
             r#"{"model_type": "bart", "dropout": 1.0}"#,
-            "`dropout` is 1.0; it must be in 0..1",
+            "`dropout` is 1.0; it must be at least 0 and below 1",
         ),
         (
             r#"{"model_type": "bart", "activation_function": "tanh"}"#,

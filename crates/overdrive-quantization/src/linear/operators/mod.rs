@@ -18,7 +18,7 @@ mod scaled_mm;
 use tch::{Device, Tensor};
 
 use super::plan::{Plan, plan};
-use crate::adjacent::joined;
+use crate::adjacent::{Joined, joined};
 use crate::tiles::Capability;
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result, gpu};
@@ -36,18 +36,20 @@ pub(super) fn forward(
     let given: Vec<&Tensor> = biases.iter().copied().flatten().collect();
     // A bias for only some outputs would need zeros for the others.
     if (given.is_empty() || given.len() == weights.len())
-        && let Some(joint) = joined(weights)?
+        && let Some(Joined { weight, offsets }) = joined(weights)?
     {
         let bias = match given.is_empty() {
             true => None,
             false => Some(Tensor::f_cat(&given, 0)?.f_to_kind(compute)?),
         };
-        return one(&x, &joint, bias.as_ref(), recording);
+        if let Some(y) = one(&x, &weight, &offsets, bias.as_ref(), recording)? {
+            return Ok(y);
+        }
     }
     let mut results = Vec::with_capacity(weights.len());
     for (weight, bias) in weights.iter().zip(biases) {
         let bias = bias.map(|bias| bias.f_to_kind(compute)).transpose()?;
-        results.push(one(&x, weight, bias.as_ref(), recording)?);
+        results.extend(one(&x, weight, &[], bias.as_ref(), recording)?);
     }
     match <[Tensor; 1]>::try_from(results) {
         Ok([only]) => Ok(only),
@@ -55,33 +57,43 @@ pub(super) fn forward(
     }
 }
 
+/// Returns the result of one weight; `None` for [several](Joined) with an offset each that no kernel takes.
 fn one(
     x: &Tensor,
     weight: &QuantizedWeight,
+    offsets: &[(i64, f64)],
     bias: Option<&Tensor>,
     recording: bool,
-) -> Result<Tensor> {
+) -> Result<Option<Tensor>> {
     let mut size = x.size();
     if let Some(last) = size.last_mut() {
         *last = weight.outputs;
     }
     let rows = x.f_reshape([-1, weight.inputs])?;
-    let Some(y) = packed(&rows, weight, recording)? else {
-        return Ok(x.f_linear(&weight.dequantize(x.kind())?, bias)?);
+    let Some(y) = packed(&rows, weight, offsets, recording)? else {
+        return match offsets.len() {
+            0 => Ok(Some(x.f_linear(&weight.dequantize(x.kind())?, bias)?)),
+            _ => Ok(None),
+        };
     };
     let y = y.f_view(size.as_slice())?.f_to_kind(x.kind())?;
-    Ok(match bias {
+    Ok(Some(match bias {
         Some(bias) => y.f_add(bias)?,
         None => y,
-    })
+    }))
 }
 
 /// Returns `x (rows, I)` times the packed weight, `(rows, O)`; `None` if no operator takes it.
-fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Option<Tensor>> {
+fn packed(
+    x: &Tensor,
+    weight: &QuantizedWeight,
+    offsets: &[(i64, f64)],
+    recording: bool,
+) -> Result<Option<Tensor>> {
     let capability = capability(x.device());
     let plan = plan(weight, false, recording);
     if plan == Plan::Float
-        && let Some(y) = gpu::few_rows(x, weight)?
+        && let Some(y) = gpu::few_rows(x, weight, offsets)?
     {
         return Ok(Some(y));
     }

@@ -98,8 +98,8 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
         sets(&["cpu"], "use_cpu", "true", ""),
     ] },
     Translation { names: &["provider"], unless: "", rules: &[
-        nothing(&["unsloth"], "is not needed: on CPUs its fused kernels are `fused_kernels` (GPUs run libtorch's operators), its checkpointing is `gradient_checkpointing`, and QLoRA is `load_in_4bit`"),
-        nothing(&["liger"], "is not needed: on CPUs its fused kernels are `fused_kernels`, on by default; GPUs run libtorch's operators"),
+        nothing(&["unsloth"], "is not needed: its fused kernels are `fused_kernels`, on by default (H100 and H200 run overdrive-gpu's kernels, other GPUs libtorch's operators), its checkpointing is `gradient_checkpointing`, and QLoRA is `load_in_4bit`"),
+        nothing(&["liger"], "is not needed: its fused kernels are `fused_kernels`, on by default; H100 and H200 run overdrive-gpu's kernels, other GPUs libtorch's operators"),
         nothing(&["deepspeed"], "is not needed: several processes are started by `--nproc N` or torchrun, and `zero_stage: 1` shards the optimizer states over them"),
         nothing(&["axolotl"], "is not needed: its keys are read where they are PEFT's and TRL's"),
         nothing(&["huggingface", "hf", "transformers", "trl", "peft", "pytorch", "torch", "accelerate"], "is not needed: Overdrive replaces it"),

@@ -209,7 +209,7 @@ fn check(arguments: &FinetuneArguments) -> Result<()> {
         false => invalid(
             "completion_only_loss",
             false,
-            "true for preferences, which are between answers",
+            "true in preference training, which compares answers; leave the key out",
         ),
     }
 }

@@ -65,7 +65,7 @@ impl LlamaConfig {
         ] {
             // Below 1: dropout divides the kept elements by `1 - p`.
             if !(0.0..1.0).contains(&dropout) {
-                return Err(bad(key, &dropout.into(), "in 0..1"));
+                return Err(bad(key, &dropout.into(), "at least 0 and below 1"));
             }
         }
         if let Some(types) = &self.layer_types

@@ -79,7 +79,10 @@ fn modernbert_has_its_dropouts() {
     }
     config.mlp_dropout = 1.0;
     let error = config.validate().unwrap_err().to_string();
-    assert_eq!(error, "`mlp_dropout` is 1.0; it must be in 0..1");
+    assert_eq!(
+        error,
+        "`mlp_dropout` is 1.0; it must be at least 0 and below 1"
+    );
 }
 
 #[test]
