@@ -15,7 +15,8 @@ use anyhow::Result;
 use clap::{Parser, ValueEnum};
 use overdrive::core::OutputFolder;
 use overdrive::quantization::{
-    CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
+    CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, check_checkpoint,
+    quantize_checkpoint,
 };
 use overdrive::transformer::LoadOptions;
 use overdrive_examples::{
@@ -135,6 +136,7 @@ fn run(flags: &Flags) -> Result<()> {
     let folder = unpacked
         .as_ref()
         .map_or(source.as_path(), |unpacked| unpacked.path());
+    check_checkpoint(folder, scheme, &options)?;
     let (mut text, mut before) = (None, None);
     if !flags.no_eval || !flags.calibrate.is_empty() {
         let model = load_model(folder, LoadOptions::default())?;

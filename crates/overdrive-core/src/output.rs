@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use crate::files::{self, UnfinishedFolder};
 use crate::{Error, Result, text};
@@ -34,11 +35,14 @@ const NAMES: [&str; 15] = [
 /// The extensions of weights and tokens.
 const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
 
+/// The output folders that this process has created.
+static CREATED: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
 /// A folder that a program may write to: it is new, holds no files of a model or a run, or was written by the same
 /// program.
 ///
-/// [`begin`](Self::begin) writes it as a whole. A program that is killed leaves a folder that no other program takes for
-/// a model, and that it may write again.
+/// [`begin`](Self::begin) writes it as a whole. A program that fails or is interrupted before there is a file leaves
+/// nothing; one that is killed leaves a folder that no other program takes for a model, and that it may write again.
 ///
 /// ```
 /// use overdrive_core::OutputFolder;
@@ -141,7 +145,12 @@ impl OutputFolder {
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
     pub fn create(&self) -> Result<()> {
+        let is_new = !self.path.exists();
         fs::create_dir_all(&self.path).map_err(Error::io("create the folder", &self.path))?;
+        if is_new {
+            let mut created = CREATED.lock().unwrap_or_else(PoisonError::into_inner);
+            created.insert(absolute(&self.path));
+        }
         let files = Mark::read(&self.path)?.map_or_else(BTreeSet::new, |mark| mark.files);
         self.mark(files)
     }
@@ -152,12 +161,14 @@ impl OutputFolder {
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
     pub fn begin(&self) -> Result<UnfinishedOutput> {
+        let marked = MarkedFolder(self.path.clone());
         self.create()?;
         // Inside, and not beside: the folder may be a mount.
         let files = files::unfinished_folder(self.path.join("output"))?;
         Ok(UnfinishedOutput {
             output: self.clone(),
             files,
+            _marked: marked,
         })
     }
 
@@ -172,11 +183,45 @@ impl OutputFolder {
     }
 }
 
-/// The files of an output folder before they have their places; dropped, they are removed.
+/// The files of an output folder before they have their places. Dropped, they are removed, and so is the output folder if
+/// nothing else is in it and the program has created it.
 #[derive(Debug)]
 pub struct UnfinishedOutput {
     output: OutputFolder,
     files: UnfinishedFolder,
+    // After the files, so that they are removed first.
+    _marked: MarkedFolder,
+}
+
+/// A folder with a marker file, which is removed on drop if the folder has no other file.
+#[derive(Debug)]
+struct MarkedFolder(PathBuf);
+
+impl Drop for MarkedFolder {
+    fn drop(&mut self) {
+        remove_if_only_marked(&self.0);
+    }
+}
+
+/// Removes the marker file of an output folder that has no other file, and the folder if this process has created it.
+pub(crate) fn remove_if_only_marked(folder: &Path) {
+    let Ok(mut entries) = fs::read_dir(folder) else {
+        return;
+    };
+    let is_mark = |entry: io::Result<fs::DirEntry>| entry.is_ok_and(|e| e.file_name() == MARK);
+    if !entries.next().is_some_and(is_mark) || entries.next().is_some() {
+        return;
+    }
+    // The error that is reported is the one that has ended the program.
+    let _removed = fs::remove_file(folder.join(MARK));
+    let created = CREATED.lock().unwrap_or_else(PoisonError::into_inner);
+    if created.contains(&absolute(folder)) {
+        let _removed = fs::remove_dir(folder);
+    }
+}
+
+fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
 impl UnfinishedOutput {
@@ -478,6 +523,33 @@ mod tests {
             names(&out),
             ["config.json", "model.safetensors", "notes.txt"]
         );
+    }
+
+    #[test]
+    fn an_output_that_is_not_finished_leaves_no_folder_with_a_mark_alone() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let begin = |name: &str| {
+            let path = folder.path().join(name);
+            let output = OutputFolder::check("merge", "--out", &path, &[]).expect("free");
+            let unfinished = output.begin().expect("made");
+            fs::write(unfinished.path().join("config.json"), "{}").expect("writes");
+            (path, unfinished)
+        };
+        let (new, unfinished) = begin("new");
+        assert!(new.join(MARK).exists());
+        drop(unfinished);
+        assert!(!new.exists());
+        // A folder of the user stays, and so do its files.
+        for files in [&[][..], &["notes.txt"]] {
+            let own = folder.path().join("own");
+            fs::create_dir_all(&own).expect("made");
+            for name in files {
+                fs::write(own.join(name), "mine").expect("writes");
+            }
+            drop(begin("own"));
+            assert_eq!(names(&own), files);
+            assert_eq!(own.join(MARK).exists(), !files.is_empty());
+        }
     }
 
     #[cfg(unix)]

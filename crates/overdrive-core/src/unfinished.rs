@@ -16,6 +16,7 @@ use std::time::{Duration, SystemTime};
 use tempfile::{Builder, NamedTempFile, TempDir};
 
 use crate::files::folder_of;
+use crate::output::remove_if_only_marked;
 use crate::{Error, Result};
 
 const MARK: &str = ".overdrive-";
@@ -120,7 +121,10 @@ pub fn is_unfinished(name: &OsStr, path: &Path) -> bool {
 /// them; they fail then.
 pub fn remove_unfinished() {
     let folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
-    folders.iter().for_each(|folder| remove_own(folder));
+    for folder in folders.iter() {
+        remove_own(folder);
+        remove_if_only_marked(folder);
+    }
 }
 
 fn remove_own(folder: &Path) {

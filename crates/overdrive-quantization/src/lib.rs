@@ -63,7 +63,8 @@ pub use calibrate::{
     observe_input, observe_inputs, quantize_calibrated,
 };
 pub use checkpoint::{
-    CheckpointOptions, CheckpointReport, Filter, Progress, TensorReport, quantize_checkpoint,
+    CheckpointOptions, CheckpointReport, Filter, Progress, TensorReport, check_checkpoint,
+    quantize_checkpoint,
 };
 pub use constructors::GroupedParts;
 pub use error::{Error, Result};

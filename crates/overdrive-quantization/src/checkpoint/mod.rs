@@ -9,5 +9,5 @@ mod source;
 mod tensor_role;
 
 pub use options::{CheckpointOptions, Filter, Progress};
-pub use quantize::quantize_checkpoint;
+pub use quantize::{check_checkpoint, quantize_checkpoint};
 pub use report::{CheckpointReport, TensorReport};

@@ -41,6 +41,7 @@ pub fn quantize_checkpoint(
     let source = Source::open(dir)?;
     let output = OutputFolder::check("quantize", "out", out, &[("dir", dir)])?;
     let job = Job::new(&source, scheme, options)?;
+    job.check_shapes()?;
     let work = output.begin()?;
     let mut writer = ShardWriter::new(work.path(), options.max_shard_bytes)?;
     let stored = source.tensors();
@@ -56,10 +57,7 @@ pub fn quantize_checkpoint(
     let mut tensors = Vec::with_capacity(stored.len());
     let mut kept = Vec::new();
     for stored in &stored {
-        let of_tensor = |error| Error::Tensor {
-            name: stored.name().to_owned(),
-            source: Box::new(error),
-        };
+        let of_tensor = |error| of_tensor(stored, error);
         let (chosen, quantized) = job.tensor(stored).map_err(of_tensor)?;
         let bytes = writer.add(&quantized.tensors).map_err(of_tensor)?;
         if chosen.is_none() && !matches!(job.role(stored), Role::Other | Role::Embedding) {
@@ -91,6 +89,32 @@ pub fn quantize_checkpoint(
         tensors,
         file_bytes,
     })
+}
+
+/// Checks that [`quantize_checkpoint`] can quantize the weights in `dir` with `scheme` and `options`, from their shapes
+/// alone, so that a program can do it before it collects statistics.
+///
+/// # Errors
+/// As [`quantize_checkpoint`], for everything but the values of the weights, the statistics and the output folder.
+pub fn check_checkpoint(
+    dir: impl AsRef<Path>,
+    scheme: Scheme,
+    options: &CheckpointOptions,
+) -> Result<()> {
+    let source = Source::open(dir.as_ref())?;
+    // It needs the statistics, which are collected later.
+    let options = CheckpointOptions {
+        migration: None,
+        ..options.clone()
+    };
+    Job::new(&source, scheme, &options)?.check_shapes()
+}
+
+fn of_tensor(stored: &StoredTensor<'_>, error: Error) -> Error {
+    Error::Tensor {
+        name: stored.name().to_owned(),
+        source: Box::new(error),
+    }
 }
 
 /// The quantization of a folder.
@@ -150,6 +174,24 @@ impl<'a> Job<'a> {
             Role::Embedding if self.source.is_tied() => options.embedding.or(options.head),
             Role::Embedding => options.embedding,
         }
+    }
+
+    /// Checks the shape of each tensor that gets a scheme.
+    fn check_shapes(&self) -> Result<()> {
+        for stored in &self.source.tensors() {
+            let Some(scheme) = self.scheme_of(stored) else {
+                continue;
+            };
+            let inputs = match self.role(stored) {
+                Role::Linear { transposed: true } => stored.shape().first(),
+                _ => stored.shape().last(),
+            };
+            let inputs = inputs.copied().unwrap_or(0);
+            scheme
+                .validate(inputs)
+                .map_err(|error| of_tensor(stored, error))?;
+        }
+        Ok(())
     }
 
     /// Quantizes a tensor, or copies it.

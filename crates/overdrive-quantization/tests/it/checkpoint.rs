@@ -7,9 +7,9 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use overdrive_quantization::{
-    CalibrationOptions, CheckpointOptions, Error, Filter, GptqOptions, InputCollector, Migration,
-    Moments, Progress, QuantizationConfig, QuantizedWeight, Scheme, observe_input, observe_inputs,
-    quantize_checkpoint,
+    CalibrationOptions, CheckpointOptions, Error, Filter, GptqOptions, GroupOptions,
+    InputCollector, Migration, Moments, Progress, QuantizationConfig, QuantizedWeight, Scheme,
+    check_checkpoint, observe_input, observe_inputs, quantize_checkpoint,
 };
 use overdrive_safetensors::{MappedFile, write};
 use serde_json::{Value, json};
@@ -650,12 +650,19 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         .map(|e| e.unwrap().file_name())
         .collect();
     left.sort();
-    assert_eq!(left, ["broken", "dense", "nothing", "out"]);
-    let left: Vec<_> = fs::read_dir(&out)
-        .unwrap()
-        .map(|e| e.unwrap().file_name())
-        .collect();
-    assert_eq!(left, [".overdrive-output"], "the mark of the program");
+    assert_eq!(left, ["broken", "dense", "nothing"], "no folder is left");
+    // The shapes are checked without the values.
+    check_checkpoint(&broken, Scheme::Int8Dynamic, &options()).unwrap();
+    let groups = GroupOptions {
+        group_size: 33,
+        ..GroupOptions::default()
+    };
+    let found = check_checkpoint(&dir, Scheme::Grouped(groups), &options());
+    let found = found.unwrap_err().to_string();
+    assert!(
+        found.contains("`group_size` is 33; it must be 16, 32, 64, 128 or 256"),
+        "{found}"
+    );
     // A folder that this program has written is written again.
     for scheme in [Scheme::Int8Dynamic, "nf4".parse().unwrap()] {
         quantize_checkpoint(&dir, &out, scheme, &options()).unwrap();
