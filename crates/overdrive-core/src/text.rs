@@ -144,6 +144,32 @@ impl<R: BufRead> Iterator for Lines<R> {
     }
 }
 
+/// Returns what a value must be, from serde's message about a value of another type; `None` if the message does not say
+/// it.
+///
+/// ```
+/// let message = "invalid type: string \"x\", expected f64";
+/// assert_eq!(overdrive_core::text::expected_by_serde(message), Some("a number"));
+/// ```
+pub fn expected_by_serde(message: &str) -> Option<&str> {
+    // The value before it may contain the word too.
+    let (_, expected) = message.rsplit_once("expected ")?;
+    // serde names the types of Rust.
+    Some(match expected {
+        "a boolean" => "true or false",
+        "i8" | "i16" | "i32" | "i64" | "isize" => "an integer",
+        "u8" | "u16" | "u32" | "u64" | "usize" => "a non-negative integer",
+        "f32" | "f64" => "a number",
+        "path string" | "a borrowed string" => "a string",
+        "a sequence" => "a list",
+        "a map" => "an object",
+        "key to be a number in quotes" => "an object whose keys are numbers in quotes",
+        "string or map" => "a name",
+        text if text.starts_with("struct ") => "an object",
+        other => other,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -240,13 +240,23 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
             ));
         }
     };
-    let message = |value: &Value| match value {
+    let message = |(index, value): (usize, &Value)| match value {
         Value::Object(fields) if fields.get("role").is_some_and(Value::is_string) => {
-            Ok(Message::from(fields.clone()))
+            let message = Message::from(fields.clone());
+            match message.lacks_content() {
+                false => Ok(message),
+                true => Err(wrong(&format!(
+                    "`messages[{index}].content` is missing or null; give the text of the message"
+                ))),
+            }
         }
         _ => Err(wrong(&format!("no object with a `role`: {value}"))),
     };
-    let mut messages: Vec<Message> = list.iter().map(message).collect::<Result<_>>()?;
+    let mut messages: Vec<Message> = list
+        .iter()
+        .enumerate()
+        .map(message)
+        .collect::<Result<_>>()?;
     if let Some(system) = system {
         let own = messages.first().filter(|first| first.role() == "system");
         match own.map(|own| own.content()) {

@@ -4,8 +4,10 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{StatusCode, header};
 use futures_util::StreamExt;
+use overdrive_core::text::expected_by_serde;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
+use serde_path_to_error::Segment;
 
 use crate::ServerOptions;
 use crate::api_error::{ApiError, ApiResult};
@@ -64,9 +66,10 @@ impl Fields {
             None | Some(Value::Null) => Ok(None),
             Some(value) => {
                 let shown = shorten(&value.to_string());
-                serde_json::from_value(value)
+                let wrong = |error| wrong_type(name, &shown, &error);
+                serde_path_to_error::deserialize(value)
                     .map(Some)
-                    .map_err(|error| ApiError::field(name, format!("`{name}` is {shown}: {error}")))
+                    .map_err(wrong)
             }
         }
     }
@@ -104,6 +107,27 @@ impl Fields {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the error of the field `name` whose value, shown as `shown`, has another type.
+fn wrong_type(
+    name: &str,
+    shown: &str,
+    error: &serde_path_to_error::Error<serde_json::Error>,
+) -> ApiError {
+    let (path, message) = (error.path(), error.inner().to_string());
+    let inside = path.iter().next().map(|first| match first {
+        Segment::Seq { .. } => format!("{name}{path}"),
+        _ => format!("{name}.{path}"),
+    });
+    match (expected_by_serde(&message), inside) {
+        (Some(expected), None) => ApiError::range(name, shown, expected),
+        (Some(expected), Some(inside)) => {
+            let message = format!("`{name}` is {shown}; `{inside}` must be {expected}");
+            ApiError::field(name, message)
+        }
+        (None, _) => ApiError::field(name, format!("`{name}` is {shown}: {message}")),
     }
 }
 
@@ -150,11 +174,29 @@ mod tests {
         let error = fields.take::<usize>("n").unwrap_err().body();
         assert_eq!(error["error"]["param"], "n");
         let message = error["error"]["message"].as_str().unwrap();
-        assert!(message.contains("`n` is \"two\""), "{message}");
+        assert_eq!(message, "`n` is \"two\"; it must be a non-negative integer");
         assert_eq!(fields.take::<u64>("seed").unwrap(), None);
         assert_eq!(fields.require::<u64>("m").unwrap(), 3);
         assert!(fields.require::<u64>("m").is_err());
         assert!(fields.refuse(&["echo", "best_of"]).is_err());
         assert!(Fields::parse(b"[1]").is_err() && Fields::parse(b"{").is_err());
+    }
+
+    #[test]
+    fn a_wrong_part_of_a_field_is_named_without_types_of_rust() {
+        let mut fields = Fields::parse(br#"{"t": "x", "ids": [1, "x"], "list": 3}"#).unwrap();
+        let message = |taken: ApiResult<()>| taken.unwrap_err().message().to_owned();
+        assert_eq!(
+            message(fields.take::<f64>("t").map(drop)),
+            "`t` is \"x\"; it must be a number"
+        );
+        assert_eq!(
+            message(fields.take::<Vec<i64>>("ids").map(drop)),
+            "`ids` is [1,\"x\"]; `ids[1]` must be an integer"
+        );
+        assert_eq!(
+            message(fields.take::<Vec<i64>>("list").map(drop)),
+            "`list` is 3; it must be a list"
+        );
     }
 }

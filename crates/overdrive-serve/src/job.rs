@@ -28,6 +28,8 @@ pub(crate) struct Job {
     /// The continuations of each prompt.
     n: usize,
     prompt_tokens: usize,
+    /// The tokens of prompts that were in the cache, of the requests that have ended.
+    cached_tokens: usize,
     completion_tokens: usize,
     started: Instant,
     has_token: bool,
@@ -112,6 +114,7 @@ impl Job {
             first: None,
             n,
             prompt_tokens,
+            cached_tokens: 0,
             completion_tokens: 0,
             started,
             has_token: false,
@@ -183,10 +186,16 @@ impl Job {
                 sample, completion, ..
             } => match completion.finish_reason {
                 FinishReason::TimeLimit => Err(self.late()),
-                _ => Ok(Step::Finished {
-                    choice: prompt * self.n + sample,
-                    completion,
-                }),
+                _ => {
+                    // The samples of a request share its prompt, which is counted once.
+                    if sample == 0 {
+                        self.cached_tokens += completion.cached_tokens;
+                    }
+                    Ok(Step::Finished {
+                        choice: prompt * self.n + sample,
+                        completion,
+                    })
+                }
             },
             Event::Failed { error, .. } => Err(error.into()),
             other => Err(ApiError::internal(format!(
@@ -213,12 +222,18 @@ impl Job {
         (self.prompt_tokens, self.completion_tokens)
     }
 
+    /// Returns the number of tokens of the prompts that were in the cache, once their requests have ended.
+    pub(crate) fn cached_tokens(&self) -> usize {
+        self.cached_tokens
+    }
+
     /// Returns the tokens so far, as OpenAI's `usage`.
     pub(crate) fn usage(&self) -> serde_json::Value {
         serde_json::json!({
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         })
     }
 }

@@ -73,7 +73,14 @@ pub(crate) fn take(
         if let Some(calls) = fields.get_mut("tool_calls") {
             parse_arguments(calls, &param).map_err(|message| ApiError::field(name, message))?;
         }
-        Ok(Message::from(fields))
+        let message = Message::from(fields);
+        if message.lacks_content() {
+            let message = format!(
+                "`{param}.content` is missing or null; it must be a string or a list of parts"
+            );
+            return Err(ApiError::field(name, message));
+        }
+        Ok(message)
     };
     let messages = messages.into_iter().enumerate().map(message);
     Ok(Conversation {

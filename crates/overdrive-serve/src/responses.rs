@@ -428,8 +428,7 @@ impl Writer {
         let (input, output) = job.tokens();
         self.response["usage"] = json!({
             "input_tokens": input,
-            // The engine does not count them for each request.
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": job.cached_tokens()},
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": input + output,

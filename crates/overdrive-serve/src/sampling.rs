@@ -206,6 +206,14 @@ impl Sampling {
                 );
                 return Err(ApiError::context(field, message));
             }
+            Some(tokens) if tokens < self.config.min_tokens => {
+                let expected = format!("at most `{field}`, which is {tokens}");
+                return Err(ApiError::range(
+                    "min_tokens",
+                    self.config.min_tokens,
+                    &expected,
+                ));
+            }
             Some(tokens) => tokens,
             None => default.unwrap_or(room).min(room).min(limit.unwrap_or(room)),
         };

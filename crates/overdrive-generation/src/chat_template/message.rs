@@ -9,6 +9,17 @@ pub struct Message {
     fields: Map<String, Value>,
 }
 
+/// The fields that a message of the assistant may have instead of content.
+const INSTEAD_OF_CONTENT: [&str; 7] = [
+    "tool_calls",
+    "function_call",
+    "refusal",
+    "audio",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+];
+
 impl Message {
     /// Returns a message of any role.
     pub fn new(role: &str, content: impl Into<String>) -> Message {
@@ -52,6 +63,25 @@ impl Message {
     /// Returns the content, if it is a string.
     pub fn content(&self) -> Option<&str> {
         self.get("content").and_then(Value::as_str)
+    }
+
+    /// Returns `true` if the message has no content and needs it, as in OpenAI's API: a message of the system, of a
+    /// developer, of the user or of a tool, and one of the assistant without tool calls, a refusal, audio or reasoning.
+    pub fn lacks_content(&self) -> bool {
+        let has = |key: &str| {
+            self.get(key).is_some_and(|value| match value {
+                Value::Null => false,
+                Value::Array(list) => !list.is_empty(),
+                _ => true,
+            })
+        };
+        let instead = match self.role() {
+            "system" | "developer" | "user" | "tool" => &[][..],
+            "assistant" => &INSTEAD_OF_CONTENT,
+            // Of other roles only the template knows.
+            _ => return false,
+        };
+        self.get("content").is_none_or(Value::is_null) && !instead.iter().any(|key| has(key))
     }
 
     /// Returns the fields as templates see them: without null values, and with the reasoning under each

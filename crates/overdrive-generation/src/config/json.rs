@@ -1,5 +1,6 @@
 use std::path::Path;
 
+use overdrive_core::text::expected_by_serde;
 use serde_json::{Map, Value};
 
 use super::validate::CACHES;
@@ -127,9 +128,8 @@ impl GenerationConfig {
             // Read key by key, so that an error can name the key.
             let one = Value::Object([(key.clone(), value.clone())].into_iter().collect());
             serde_json::from_value::<GenerationConfig>(one).map_err(|error| {
-                // serde says "invalid type: string "x", expected f64".
                 let message = error.to_string();
-                let expected = message.rsplit("expected ").next().unwrap_or_default();
+                let expected = expected_by_serde(&message).unwrap_or(&message);
                 overdrive_core::Error::option(key.clone(), value, expected.to_owned())
             })?;
         }

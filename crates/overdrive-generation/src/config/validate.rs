@@ -185,7 +185,8 @@ impl GenerationConfig {
             !beams && self.is_greedy() && self.num_return_sequences > 1,
             "num_return_sequences above 1",
             "greedy search",
-            "it finds one continuation; set do_sample or num_beams",
+            "it finds one continuation; set do_sample or num_beams (in the examples, `--temperature` above 0 or \
+             `--num-beams`)",
         )?;
         exclude(
             beams && self.num_return_sequences > self.num_beams,

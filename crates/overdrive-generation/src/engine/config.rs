@@ -136,9 +136,12 @@ impl EngineConfig {
             "kv_cache_memory_bytes",
             self.kv_cache_memory_bytes.unwrap_or(DEFAULT_CACHE_BYTES),
             match states {
-                0 => format!("at least {block_bytes}, the bytes of one block"),
+                0 => format!(
+                    "at least {block_bytes}, the bytes of one block (`--cache-mib` in the examples)"
+                ),
                 _ => format!(
-                    "at least {}, the bytes of one block and of the states of a sequence",
+                    "at least {}, the bytes of one block and of the states of a sequence (`--cache-mib` in the \
+                     examples)",
                     block_bytes.saturating_add(states)
                 ),
             },

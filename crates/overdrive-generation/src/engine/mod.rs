@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use overdrive_core::check_option;
 use overdrive_core::random::entropy;
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
 use overdrive_transformer::VisionConfig;
@@ -131,6 +132,16 @@ impl<M: EngineModel> Engine<M> {
     pub fn new(model: M, config: EngineConfig) -> Result<Engine<M>> {
         config.validate()?;
         let (shape, context) = (model.cache_shape()?, model.context());
+        // After the last of n positions the model still gives logits, so that n + 1 tokens are
+        // possible.
+        let possible = context.saturating_add(1);
+        let length = config.max_model_len.unwrap_or(possible);
+        check_option(
+            length <= possible,
+            "max_model_len",
+            length,
+            format!("at most {context}, the model's context"),
+        )?;
         let sizes = PagedCacheConfig::of(&shape);
         if config.enable_prefix_caching && !sizes.enable_prefix_caching {
             info!(
@@ -143,12 +154,7 @@ impl<M: EngineModel> Engine<M> {
             enable_prefix_caching: config.enable_prefix_caching && sizes.enable_prefix_caching,
             ..sizes
         };
-        // After the last of n positions the model still gives logits, so that n + 1 tokens are
-        // possible.
-        let most = config
-            .max_model_len
-            .unwrap_or(usize::MAX)
-            .min(context.saturating_add(1));
+        let most = length;
         let sequences = config.sequences(&sizes);
         if sequences < config.max_num_seqs {
             info!(
@@ -298,7 +304,7 @@ impl<M: EngineModel> Engine<M> {
         }
         // Nothing to compute: the request ends without a step.
         if first.prompt_scores.is_none() && first.is_full(prompt.len()) {
-            self.finish_all(id, first.complete_all(&prompt, limit.1));
+            self.finish_all(id, first.complete_all(&prompt, 0, limit.1));
             return Ok(id);
         }
         // Keys and values depend on the adapter, so only requests with the same adapter share blocks.
@@ -531,7 +537,8 @@ impl<M: EngineModel> Engine<M> {
         reason: FinishReason,
     ) {
         for mut sequence in gone {
-            let completions = sequence.data.complete_all(&sequence.tokens, reason);
+            let cached = sequence.cached_tokens();
+            let completions = sequence.data.complete_all(&sequence.tokens, cached, reason);
             self.finish_all(sequence.data.request, completions);
         }
     }

@@ -182,6 +182,9 @@ pub struct Completion {
     /// The log-probabilities of the prompt, if the request asks for them; `None` if it ended before the prompt had been
     /// read.
     pub prompt_logprobs: Option<PromptLogprobs>,
+    /// The number of tokens of the prompt that earlier requests had left in the cache, so that they were not computed
+    /// again.
+    pub cached_tokens: usize,
     /// The reason of the end; [`FinishReason::Stopped`] for a cancelled request.
     pub finish_reason: FinishReason,
     /// The time from the submission to the first token; `None` without tokens.

@@ -114,16 +114,18 @@ impl Sample {
         self.row.push(choice, tokens.len() + 1, self.is_late())
     }
 
-    /// Returns the completions of the sample and of its siblings, with their numbers.
+    /// Returns the completions of the sample and of its siblings, with their numbers; `cached` tokens of the prompt were
+    /// in the cache.
     pub(super) fn complete_all(
         &mut self,
         tokens: &[i64],
+        cached: usize,
         reason: FinishReason,
     ) -> Vec<(usize, Completion)> {
         let siblings = std::mem::take(&mut self.siblings);
-        let mut all = vec![(self.number, self.complete(tokens, reason))];
+        let mut all = vec![(self.number, self.complete(tokens, cached, reason))];
         for mut sibling in siblings {
-            all.push((sibling.number, sibling.complete(tokens, reason)));
+            all.push((sibling.number, sibling.complete(tokens, cached, reason)));
         }
         all
     }
@@ -176,8 +178,13 @@ impl Sample {
         self.first_token
     }
 
-    /// Returns the completion of `tokens`, prompt and continuation.
-    pub(super) fn complete(&mut self, tokens: &[i64], reason: FinishReason) -> Completion {
+    /// Returns the completion of `tokens`, prompt and continuation; `cached` tokens of the prompt were in the cache.
+    pub(super) fn complete(
+        &mut self,
+        tokens: &[i64],
+        cached: usize,
+        reason: FinishReason,
+    ) -> Completion {
         let row = &mut self.row;
         let has_logprobs = row.sampler.config().logprobs.is_some();
         Completion {
@@ -185,6 +192,7 @@ impl Sample {
             text: row.text.take().map(RowText::into_text),
             logprobs: has_logprobs.then(|| std::mem::take(&mut row.logprobs)),
             prompt_logprobs: self.prompt_logprobs.take(),
+            cached_tokens: cached,
             finish_reason: reason,
             time_to_first_token: self.first_token,
             time: self.submitted.elapsed(),

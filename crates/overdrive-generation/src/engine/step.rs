@@ -295,7 +295,8 @@ impl<M: EngineModel> Engine<M> {
         // The prompt was read for its log-probabilities alone.
         if sequence.data.is_full(sequence.tokens.len()) {
             let reason = sequence.data.row.limit.1;
-            let completions = sequence.data.complete_all(&sequence.tokens, reason);
+            let cached = sequence.cached_tokens();
+            let completions = sequence.data.complete_all(&sequence.tokens, cached, reason);
             self.finish_all(request, completions);
             return Ok(true);
         }
@@ -303,14 +304,14 @@ impl<M: EngineModel> Engine<M> {
             let Some(sequence) = self.scheduler.sequence(index) else {
                 break;
             };
-            let tokens = sequence.tokens.clone();
+            let (tokens, cached) = (sequence.tokens.clone(), sequence.cached_tokens());
             let chosen = logits.choose(&mut sibling, &tokens, false)?;
             let (number, id) = (sibling.number, chosen.id);
             let finished = chosen.finished;
             self.push_token((request, number), chosen);
             match finished {
                 Some(reason) => {
-                    let completion = sibling.complete(&[tokens, vec![id]].concat(), reason);
+                    let completion = sibling.complete(&[tokens, vec![id]].concat(), cached, reason);
                     self.finish((request, number), completion);
                 }
                 None => self
@@ -328,10 +329,10 @@ impl<M: EngineModel> Engine<M> {
         if is_first && let Some(time) = sequence.data.first_token() {
             self.first_tokens.push(time);
         }
-        let number = sequence.data.number;
+        let (number, cached) = (sequence.data.number, sequence.cached_tokens());
         let completion = chosen
             .finished
-            .map(|reason| sequence.data.complete(&sequence.tokens, reason));
+            .map(|reason| sequence.data.complete(&sequence.tokens, cached, reason));
         self.push_token((request, number), chosen);
         let has_ended = completion.is_some();
         if let Some(completion) = completion {

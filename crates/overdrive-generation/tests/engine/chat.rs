@@ -149,6 +149,9 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
         );
         assert_eq!(messages[0].get("name"), Some(&json!("x")));
     }
+    // As in OpenAI's API, a message that calls tools needs no content.
+    let calls = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]);
+    assert_eq!(conversation_from_json(&calls).unwrap().len(), 1);
     let with_system = json!({"messages": list, "system": "s", "tools": []});
     let messages = conversation_from_json(&with_system).unwrap();
     assert_eq!(
@@ -160,6 +163,10 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
         (json!("hi"), "neither a list of messages"),
         (json!({"text": "hi"}), "no list under `messages`"),
         (json!([{"content": "hi"}]), "no object with a `role`"),
+        (
+            json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": null}]),
+            "`messages[1].content` is missing or null",
+        ),
         (
             json!({"messages": list, "tools": [{}]}),
             "the object has `tools`",

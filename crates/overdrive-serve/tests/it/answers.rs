@@ -49,8 +49,12 @@ fn sixteen_clients_at_once_get_the_answers_of_single_runs() {
                 };
                 assert_eq!(answer["choices"][0]["finish_reason"], reason);
                 let (prompt, new) = (encode(&prompt).len(), want.new_tokens(0).len());
+                // Prompts with a common beginning share blocks, depending on their order.
+                let cached = &answer["usage"]["prompt_tokens_details"]["cached_tokens"];
+                assert!(cached.as_u64().unwrap() < prompt as u64, "{answer}");
                 let usage = json!({
                     "prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+                    "prompt_tokens_details": {"cached_tokens": cached},
                 });
                 assert_eq!(answer["usage"], usage);
                 assert_eq!(answer["object"], "text_completion");
@@ -327,6 +331,13 @@ fn before_min_tokens_nothing_stops_and_a_token_that_stops_has_no_text() {
         texts(&encode("stop"), &others)[0]
     );
     assert_eq!(answer["choices"][0]["finish_reason"], "length");
+
+    let body = json!({"prompt": "stop", "max_tokens": 24, "min_tokens": 25});
+    let error = post(server.address, "/v1/completions", &body).error(400);
+    assert_eq!(
+        error["message"],
+        "`min_tokens` is 25; it must be at most `max_tokens`, which is 24"
+    );
 
     let string: String = free.texts[0].chars().skip(5).take(2).collect();
     let answer = ask(json!({"stop": string, "min_tokens": 24}));

@@ -131,6 +131,14 @@ fn content_in_parts_and_developers_are_what_the_template_knows() {
             "messages[0].content",
         ),
         (
+            json!([{"role": "user", "content": "x"}, {"role": "user", "content": null}]),
+            "`messages[1].content` is missing or null",
+        ),
+        (
+            json!([{"role": "assistant", "tool_calls": []}]),
+            "`messages[0].content` is missing or null",
+        ),
+        (
             json!([{"role": "nobody", "content": "x"}]),
             "who is nobody?",
         ),

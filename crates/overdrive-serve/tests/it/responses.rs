@@ -28,6 +28,8 @@ fn events(answer: &Answer) -> Vec<Value> {
 fn comparable(mut response: Value) -> Value {
     response["id"] = Value::Null;
     response["created_at"] = Value::Null;
+    // The second one finds the prompt in the cache.
+    response["usage"]["input_tokens_details"] = Value::Null;
     for item in response["output"].as_array_mut().unwrap() {
         item["id"] = Value::Null;
         if item["type"] == "function_call" {
@@ -35,6 +37,27 @@ fn comparable(mut response: Value) -> Value {
         }
     }
     response
+}
+
+#[test]
+fn usage_counts_the_tokens_that_the_cache_had() {
+    let server = TestServer::start(|_| {});
+    let text = "the same long prompt, asked three times";
+    let body = json!({"input": text, "max_output_tokens": 2, "temperature": 0});
+    let cached = |usage: &Value| usage["input_tokens_details"]["cached_tokens"].as_u64();
+    let first = ask(&server, &body).json()["usage"].clone();
+    assert_eq!(cached(&first), Some(0), "{first}");
+    let second = ask(&server, &body).json()["usage"].clone();
+    let input = second["input_tokens"].as_u64().unwrap();
+    // All whole blocks of 4 tokens, but for the last token, which is computed.
+    assert_eq!(cached(&second), Some((input - 1) / 4 * 4), "{second}");
+    let messages = json!([{"role": "user", "content": text}]);
+    let body = json!({"messages": messages, "max_tokens": 2, "temperature": 0.9, "n": 2});
+    let chat = post(server.address, "/v1/chat/completions", &body).json();
+    assert_eq!(
+        chat["usage"]["prompt_tokens_details"],
+        second["input_tokens_details"]
+    );
 }
 
 #[test]

@@ -48,6 +48,8 @@ pub(super) struct ScheduledSequence<I, T> {
     pub(super) proposed: usize,
     /// The number of tokens that had been computed before the last preemption.
     preempted_len: usize,
+    /// The number of tokens that were in the cache when it was first admitted; that of its source for a fork.
+    cached: Option<usize>,
     /// The data of the owner.
     pub(super) data: T,
 }
@@ -64,8 +66,14 @@ impl<I, T> ScheduledSequence<I, T> {
             reusable: usize::MAX,
             proposed: 0,
             preempted_len: 0,
+            cached: None,
             data,
         }
+    }
+
+    /// Returns the number of tokens of its prompt that other sequences had left in the cache.
+    pub(super) fn cached_tokens(&self) -> usize {
+        self.cached.unwrap_or(0)
     }
 
     /// Returns the ids by which the cache knows the tokens in `range`.
@@ -287,6 +295,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         let arrival = (source.arrival.0, sample);
         let mut copy = ScheduledSequence::new(arrival, source.namespace, tokens, data);
         copy.keys.clone_from(&source.keys);
+        copy.cached = source.cached;
         if self.running.len() < self.limits.max_sequences {
             copy.computed = source.computed;
             copy.cache_id = Some(blocks.fork(cache_id)?);
@@ -410,6 +419,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             }
             // A preempted sequence finds its own tokens in the cache again, which saves nothing over the whole run.
             self.counts.reused_tokens += cached.saturating_sub(sequence.preempted_len) as u64;
+            sequence.cached.get_or_insert(cached);
             sequence.cache_id = Some(cache_id);
             sequence.computed = cached;
             self.running.push(sequence);

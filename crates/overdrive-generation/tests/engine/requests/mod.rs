@@ -297,10 +297,13 @@ fn a_prompt_that_was_read_before_is_found_in_the_cache() {
     let mut engine = Engine::new(&model, config(|_| {})).unwrap();
     let prompt: Vec<i64> = (0..40).collect();
     let mut run = |prompt: &[i64]| {
+        let before = engine.statistics().reused_tokens;
         engine.submit(Request::new(prompt, greedy(8))).unwrap();
         let mut outcomes = engine.run_to_end().unwrap();
         let completion = outcomes.remove(0).1.unwrap().remove(0);
-        (completion.tokens, engine.statistics().reused_tokens)
+        let reused = engine.statistics().reused_tokens;
+        assert_eq!(completion.cached_tokens as u64, reused - before);
+        (completion.tokens, reused)
     };
     let (first, reused) = run(&prompt);
     assert_eq!(reused, 0);
@@ -365,6 +368,10 @@ fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
         ),
         (|c| c.block_size = 0, "block_size"),
         (|c| c.watermark = 1.0, "watermark"),
+        (
+            |c| c.max_model_len = Some(100_000),
+            "`max_model_len` is 100000; it must be at most 256, the model's context",
+        ),
         (
             |c| {
                 c.num_blocks = None;
