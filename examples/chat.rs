@@ -69,6 +69,7 @@ fn main() -> ExitCode {
 pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
+    flags.generation.check_for_chat()?;
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 1024)?;

@@ -77,6 +77,7 @@ fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
+    flags.generation.check_for_chat()?;
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 256)?;
@@ -110,6 +111,10 @@ fn run(flags: &Flags) -> Result<()> {
     options.engine.kv_cache_dtype = flags.kv_cache_dtype;
     options.engine.enforce_eager = flags.enforce_eager;
     let mut output = open(&flags.output)?;
+    let name = match flags.output.to_str() {
+        Some("-") => "cannot write to standard output".to_owned(),
+        _ => format!("cannot write {}", flags.output.display()),
+    };
     let mut answers = 0;
     let mut written = Ok(());
     let mut lines = lines.into_iter();
@@ -123,7 +128,7 @@ fn run(flags: &Flags) -> Result<()> {
         |answer| {
             answers += 1;
             let line = lines.next().unwrap_or_default();
-            written = write(&mut output, line, answer);
+            written = write(&mut output, line, answer).with_context(|| name.clone());
             match written {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(_) => ControlFlow::Break(()),
@@ -185,6 +190,8 @@ fn write(
         Value::Object(fields) => fields,
         list => [("messages".to_owned(), list)].into_iter().collect(),
     };
+    // Those of an earlier run, if its output is the input of this one.
+    fields.retain(|key, _| !["answer", "reasoning", "error"].contains(&key.as_str()));
     match answer {
         Ok(answer) => {
             if !answer.reasoning.is_empty() {

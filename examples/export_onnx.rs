@@ -99,6 +99,8 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
     if flags.external_data {
         options.external_data = ExternalData::Always;
     }
+    // Before the weights are loaded.
+    options.validate()?;
     // Groups of a GGUF file that ONNX has no operator for are written as dense weights.
     let source = flags.model.local()?;
     let output = OutputFolder::check("export_onnx", "--out", &flags.out, &source.inputs())?;

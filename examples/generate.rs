@@ -18,7 +18,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::Parser;
 use overdrive::core::text;
 use overdrive::generation::{
@@ -74,9 +74,14 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
+    ensure!(
+        flags.generation.num_assistant_tokens.is_none() || flags.assistant_model.is_some(),
+        "`--num-assistant-tokens` has no effect without an assistant; add `--assistant-model MODEL`, or use \
+         `--prompt-lookup-num-tokens`"
+    );
     let source = flags.model.local()?;
     let mut config = flags.generation.config(&source.files()?, 128)?;
-    flags.cache.apply(&mut config);
+    flags.cache.apply(&mut config)?;
     // Before the weights: what is wrong with the tokenizer or the prompts is found at once.
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
     let hint = |error| {
@@ -193,7 +198,17 @@ fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>
             .map_err(|error| anyhow!(error))?;
         Ok(ids.get_ids().iter().map(|&id| id.into()).collect())
     };
-    texts.into_iter().map(encode).collect()
+    let prompts: Vec<_> = texts.into_iter().map(encode).collect::<Result<_>>()?;
+    if let Some(path) = &flags.batch_file
+        && let Some(line) = prompts.iter().position(Vec::is_empty)
+    {
+        bail!(
+            "{}, line {}: the line has no tokens; remove it, or give it a prompt",
+            path.display(),
+            line + 1
+        );
+    }
+    Ok(prompts)
 }
 
 /// Prints the results that were not streamed: text or token ids, and the log-probabilities.

@@ -16,7 +16,7 @@ use clap::Parser;
 use overdrive::datasets::prelude::*;
 use overdrive::datasets::{
     CsvOptions, CsvRecords, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
-    SampleBy, TextLines, TextOptions, WebDataset,
+    SampleBy, TextLines, TextOptions, WebDataset, find_files,
 };
 use overdrive_examples::{exit, print_line};
 use serde_json::Value;
@@ -49,6 +49,8 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
+    // Before the format, which the name of a missing file may not determine. Finds files by patterns as well.
+    find_files(&flags.paths, &[])?;
     let format = flags
         .format
         .as_deref()
@@ -121,6 +123,11 @@ fn run(flags: &Flags) -> Result<()> {
             ));
             show(flags, &rows, |row| print_line(format_args!("{row:#}")))
         }
+        #[cfg(not(feature = "parquet"))]
+        "parquet" | "arrow" | "feather" => bail!(
+            "the format {format} needs the feature `parquet`, without which the program was built: \
+             cargo run --release -p overdrive-examples --features parquet --example lazy_data -- …"
+        ),
         other => bail!("`--format {other}` is unknown; `--help` lists the formats"),
     }
 }

@@ -11,7 +11,7 @@
 //!     -d '{"messages": [{"role": "user", "content": "What is Rust?"}], "stream": true}'
 //! ```
 
-use std::net::{IpAddr, TcpListener};
+use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -47,9 +47,9 @@ struct Flags {
     /// Adapter in PEFT's format, which requests select with NAME as their model; may be repeated
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, conflicts_with = "adapter")]
     lora: Vec<(String, PathBuf)>,
-    /// Address to listen on; 0.0.0.0 listens on all addresses of this machine
+    /// Address or host name to listen on; 0.0.0.0 listens on all addresses of this machine
     #[arg(long, default_value = "127.0.0.1")]
-    host: IpAddr,
+    host: String,
     /// Port to listen on; 0 selects a free port
     #[arg(long, default_value_t = 8000)]
     port: u16,
@@ -129,15 +129,15 @@ fn run(flags: &Flags) -> Result<()> {
     options.drain_timeout = Duration::from_secs(flags.drain_timeout);
     options.pooling = flags.pooling;
     options.validate()?;
-    if !flags.host.is_loopback() && options.api_key.is_none() {
+    // Before the model is loaded, so that a port in use is found at once.
+    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
+        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
+    if !listener.local_addr()?.ip().is_loopback() && options.api_key.is_none() {
         print_error_line(format_args!(
             "warning: every machine that can reach {} can use this server; OVERDRIVE_API_KEY sets a key",
             flags.host
         ));
     }
-    // Before the model is loaded, so that a port in use is found at once.
-    let listener = TcpListener::bind((flags.host, flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
 
     let source = flags.model.local()?;
     let tokenizer = Arc::new(source.tokenizer()?);

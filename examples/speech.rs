@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{ArgGroup, Parser};
 use overdrive::core::OutputFolder;
 use overdrive::datasets::prelude::*;
@@ -74,6 +74,15 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<Vec<Speech
         speech.len(),
         speech.left_out()
     ));
+    if speech.is_empty() {
+        let left_out = speech.left_out();
+        match flags.max_duration {
+            Some(seconds) if left_out > 0 => bail!(
+                "no clip is left: `--max-duration` is {seconds}, and all {left_out} clips are longer; raise it"
+            ),
+            _ => bail!("the manifests have no clips; give others"),
+        }
+    }
     let clip = speech.get(0).context("the first clip")?;
     say(&format!(
         "clip 0      {:.2} s of {}, {:?}",

@@ -1,5 +1,6 @@
 //! The flags for the key/value cache.
 
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use overdrive::generation::GenerationConfig;
 
@@ -33,7 +34,10 @@ pub enum Cache {
 
 impl CacheFlags {
     /// Writes the given flags into `config`.
-    pub fn apply(&self, config: &mut GenerationConfig) {
+    ///
+    /// # Errors
+    /// When a size of a sliding cache is given for another kind of cache.
+    pub fn apply(&self, config: &mut GenerationConfig) -> Result<()> {
         if let Some(kind) = self.cache {
             let name = match kind {
                 Cache::Growing => Some("dynamic"),
@@ -49,8 +53,18 @@ impl CacheFlags {
                 config.cache_implementation = Some(name.to_owned());
             }
         }
+        let slides =
+            config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window");
+        for (flag, size) in [("--window", self.window), ("--sinks", self.sinks)] {
+            if let Some(size) = size.filter(|_| !slides) {
+                bail!(
+                    "`{flag}` is {size}, and the cache is not a sliding one; add `--cache sliding`"
+                );
+            }
+        }
         let cache = &mut config.cache_config;
         cache.window_length = self.window.or(cache.window_length);
         cache.num_sink_tokens = self.sinks.unwrap_or(cache.num_sink_tokens);
+        Ok(())
     }
 }

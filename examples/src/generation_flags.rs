@@ -1,8 +1,8 @@
 //! The flags for text generation.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use clap::Args;
-use overdrive::core::print_error_line;
+use overdrive::core::{check_option, print_error_line};
 use overdrive::generation::{GenerationConfig, ModelFiles};
 use serde::Serialize;
 use serde_json::Value;
@@ -88,6 +88,7 @@ impl GenerationFlags {
         files: &ModelFiles,
         default_new_tokens: usize,
     ) -> Result<GenerationConfig> {
+        self.check_finite()?;
         let mut keys = files.generation_config()?;
         if let Value::Object(given) = serde_json::to_value(self)? {
             keys.extend(given.into_iter().filter(|(_, value)| !value.is_null()));
@@ -105,5 +106,53 @@ impl GenerationFlags {
             ));
         }
         Ok(GenerationConfig::from_map(&keys)?)
+    }
+
+    /// Checks that no flag is NaN or infinite, which JSON would turn into null.
+    fn check_finite(&self) -> Result<()> {
+        for (name, value) in [
+            ("temperature", self.temperature),
+            ("top_p", self.top_p),
+            ("min_p", self.min_p),
+            ("repetition_penalty", self.repetition_penalty),
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+            ("length_penalty", self.length_penalty),
+        ] {
+            let value = value.unwrap_or(0.0);
+            check_option(value.is_finite(), name, value, "a finite number")?;
+        }
+        Ok(())
+    }
+
+    /// Checks that no flag is set that has no effect in a program with one sampled answer per conversation and without a
+    /// draft model.
+    ///
+    /// # Errors
+    /// With the first such flag.
+    pub fn check_for_chat(&self) -> Result<()> {
+        for (flag, is_set) in [
+            (
+                "--num-beams",
+                self.num_beams.is_some_and(|beams| beams != 1),
+            ),
+            ("--length-penalty", self.length_penalty.is_some()),
+            (
+                "--num-return-sequences",
+                self.num_return_sequences.is_some_and(|rows| rows != 1),
+            ),
+            ("--logprobs", self.logprobs.is_some()),
+            (
+                "--num-assistant-tokens",
+                self.num_assistant_tokens.is_some(),
+            ),
+            ("--prefill-chunk-size", self.prefill_chunk_size.is_some()),
+        ] {
+            ensure!(
+                !is_set,
+                "`{flag}` has no effect in chats; leave it out, or use the example `generate`"
+            );
+        }
+        Ok(())
     }
 }

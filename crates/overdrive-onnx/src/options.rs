@@ -133,14 +133,14 @@ impl ExportOptions {
         check_option(
             self.attention != Attention::Standard || opset >= 23,
             "attention",
-            format!("Standard with opset {opset}"),
-            "Composed with an opset below 23",
+            format!("standard with opset {opset}"),
+            "composed with an opset below 23; standard needs opset 23",
         )?;
         check_option(
             self.attention != Attention::GroupQuery || self.use_cache,
             "attention",
-            "GroupQuery without a cache",
-            "Composed where `use_cache` is false",
+            "group-query without a cache",
+            "composed where `use_cache` is false",
         )?;
         let reserved = |(key, _): &&(String, String)| key.starts_with("overdrive.");
         if let Some((key, _)) = self.metadata.iter().find(reserved) {

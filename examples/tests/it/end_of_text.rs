@@ -67,7 +67,7 @@ fn a_file_or_a_folder_gives_the_tokenizer_unless_another_is_named() {
     let files = flags.model.files().unwrap();
     let mut config = flags.generation.config(&files, 9).unwrap();
     // The folder's cache gives way to a flag.
-    flags.cache.apply(&mut config);
+    flags.cache.apply(&mut config).unwrap();
     assert_eq!(config.eos_token_id, [7]);
     assert_eq!(config.cache_implementation.as_deref(), Some("static"));
     // The tokenizer cuts no prompt.
@@ -99,9 +99,13 @@ fn the_flag_for_sinks_replaces_the_setting_of_the_model_only_if_it_is_given() {
         (&["--sinks", "2"][..], 2),
         (&["--sinks", "0"][..], 0),
     ] {
-        let mut config = GenerationConfig::default();
+        let mut config = GenerationConfig {
+            cache_implementation: Some("sliding_window".to_owned()),
+            ..GenerationConfig::default()
+        };
         config.cache_config.num_sink_tokens = 4;
-        parse(Path::new("model"), flags).cache.apply(&mut config);
+        let cache = parse(Path::new("model"), flags).cache;
+        cache.apply(&mut config).unwrap();
         assert_eq!(config.cache_config.num_sink_tokens, sinks, "{flags:?}");
     }
 }
@@ -110,7 +114,6 @@ fn the_flag_for_sinks_replaces_the_setting_of_the_model_only_if_it_is_given() {
 fn the_flag_for_the_cache_replaces_the_setting_of_the_model_only_if_it_is_given() {
     for (flags, use_cache, name) in [
         (&[][..], false, "static"),
-        (&["--window", "8"][..], false, "static"),
         (&["--cache", "int8"][..], true, "int8"),
         (&["--cache", "none"][..], false, "static"),
     ] {
@@ -119,8 +122,19 @@ fn the_flag_for_the_cache_replaces_the_setting_of_the_model_only_if_it_is_given(
             cache_implementation: Some("static".to_owned()),
             ..GenerationConfig::default()
         };
-        parse(Path::new("model"), flags).cache.apply(&mut config);
+        let cache = parse(Path::new("model"), flags).cache;
+        cache.apply(&mut config).unwrap();
         assert_eq!(config.use_cache, use_cache, "{flags:?}");
         assert_eq!(config.cache_implementation.as_deref(), Some(name));
+    }
+    // Only a sliding cache has a window.
+    for more in [&[][..], &["--cache", "static"], &["--cache", "none"]] {
+        let flags = [&["--window", "8"], more].concat();
+        let cache = parse(Path::new("model"), &flags).cache;
+        let error = cache.apply(&mut GenerationConfig::default()).unwrap_err();
+        assert!(
+            error.to_string().contains("add `--cache sliding`"),
+            "{error}"
+        );
     }
 }

@@ -13,6 +13,7 @@ mod finetune;
 #[path = "../fit/mod.rs"]
 mod fit;
 mod full_disk;
+mod generation_flags;
 mod going_back;
 mod host_reads;
 mod outputs;

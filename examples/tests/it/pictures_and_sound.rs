@@ -57,6 +57,15 @@ fn speech_becomes_padded_batches_of_frames_with_transcripts() {
         );
     }
     assert_ne!(one[0].lengths, first[0].lengths);
+
+    let none = Flags {
+        max_duration: Some(0.0),
+        ..flags(vec![manifest], 0, None)
+    };
+    assert_eq!(
+        run(&none, |_| {}).unwrap_err().to_string(),
+        "no clip is left: `--max-duration` is 0, and all 12 clips are longer; raise it"
+    );
 }
 
 #[cfg(feature = "image")]

@@ -48,7 +48,7 @@ fn invalid_options_are_refused_with_the_allowed_values() {
     };
     assert_eq!(
         refused(standard),
-        "`attention` is Standard with opset 21; it must be Composed with an opset below 23"
+        "`attention` is standard with opset 21; it must be composed with an opset below 23; standard needs opset 23"
     );
     let metadata = vec![("overdrive.x".to_owned(), String::new())];
     assert_eq!(
