@@ -58,6 +58,8 @@ pub(crate) struct Sampling {
     pub(crate) may_be_empty: bool,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
+    /// The request's own `min_tokens`; 0 without one.
+    min_tokens: usize,
 }
 
 impl Sampling {
@@ -109,7 +111,8 @@ impl Sampling {
         if let Some(ids) = fields.take("stop_token_ids")? {
             config.stop_token_ids = ids;
         }
-        if let Some(tokens) = fields.take("min_tokens")? {
+        let min_tokens = fields.take("min_tokens")?;
+        if let Some(tokens) = min_tokens {
             // vLLM's rule, which also covers stop tokens and stop strings, replaces the folder's `min_new_tokens`.
             config.min_new_tokens = 0;
             config.min_tokens = tokens;
@@ -152,6 +155,7 @@ impl Sampling {
             may_be_empty: false,
             stream,
             include_usage: options.unwrap_or_default().include_usage,
+            min_tokens: min_tokens.unwrap_or(0),
         })
     }
 
@@ -206,13 +210,9 @@ impl Sampling {
                 );
                 return Err(ApiError::context(field, message));
             }
-            Some(tokens) if tokens < self.config.min_tokens => {
+            Some(tokens) if tokens < self.min_tokens => {
                 let expected = format!("at most `{field}`, which is {tokens}");
-                return Err(ApiError::range(
-                    "min_tokens",
-                    self.config.min_tokens,
-                    &expected,
-                ));
+                return Err(ApiError::range("min_tokens", self.min_tokens, &expected));
             }
             Some(tokens) => tokens,
             None => default.unwrap_or(room).min(room).min(limit.unwrap_or(room)),
