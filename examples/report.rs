@@ -4,7 +4,8 @@
 //! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
 //! ```
 //!
-//! `report.html` and `loss.svg` are written to the folder of the metrics file.
+//! `metrics.html` and `metrics.svg` are written beside the metrics file. The report that a run writes at its end,
+//! `report.html`, also has its configuration and samples.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,14 +39,11 @@ fn run(flags: &Flags) -> Result<()> {
             .notes
             .push("The last line of the metrics file is incomplete and was skipped.".into());
     }
-    for (name, write) in [
-        (
-            "report.html",
-            Report::write_html as fn(&Report, PathBuf) -> _,
-        ),
-        ("loss.svg", Report::write_loss_svg),
+    for (extension, write) in [
+        ("html", Report::write_html as fn(&Report, PathBuf) -> _),
+        ("svg", Report::write_loss_svg),
     ] {
-        let to = path.with_file_name(name);
+        let to = path.with_extension(extension);
         write(&report, to.clone())?;
         print_line(format_args!("wrote {}", to.display()));
     }

@@ -35,7 +35,7 @@ pub(crate) struct Flags {
     /// Folder or hub name of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
     #[arg(long, requires = "data")]
     pub(crate) model: Option<PathBuf>,
-    /// File of pairs: JSON Lines or CSV with `source` and `target` [default: words to reverse]
+    /// File of pairs, with `--model`: JSON Lines or CSV with `source` and `target` [default: words to reverse]
     #[arg(long, requires = "model")]
     pub(crate) data: Option<PathBuf>,
     /// Number of optimizer steps
@@ -80,9 +80,10 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         Some(path) => Seq2SeqPair::read(path)?,
         None => words_to_reverse(flags.seed, 4000),
     };
+    let needed = flags.held_out.max(1) + flags.batch_size;
     ensure!(
-        flags.held_out > 0 && pairs.len() >= flags.held_out + flags.batch_size,
-        "{} pairs are too few for this --held-out and --batch-size",
+        flags.held_out > 0 && pairs.len() >= needed,
+        "{} pairs are too few: --held-out and --batch-size need {needed}",
         pairs.len()
     );
     let examples = pairs.iter().map(|pair| pair.encode(&tokenizer));

@@ -7,6 +7,10 @@ pub const IGNORE_INDEX: i64 = -100;
 /// of `sysexits.h`.
 pub const SAVED_EXIT_CODE: u8 = 75;
 
+/// The exit code of a process that fails only because another process of its group was lost or failed: 76. A launcher
+/// looks for the cause among the others.
+pub const LOST_PEER_EXIT_CODE: u8 = 76;
+
 /// The exit code of a run that ended after a signal without a snapshot of its last step: 130, the code that shells
 /// report for a program that Ctrl-C has ended.
 pub const INTERRUPTED_EXIT_CODE: u8 = 130;

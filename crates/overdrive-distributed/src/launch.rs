@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use overdrive_sys::c10d::{Store, StoreRole};
 use overdrive_sys::process::terminate_with_parent;
 
-use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE, print_error_line};
+use overdrive_core::{
+    INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE, print_error_line,
+};
 
 use crate::launcher_watch::STOP_GRACE;
 use crate::{Error, Result};
@@ -149,7 +151,8 @@ impl Launch {
     /// [`INTERRUPTED_EXIT_CODE`] has not failed.
     ///
     /// # Errors
-    /// [`Error::Launched`] with the first process that failed and its last output; [`Error::Common`] if the
+    /// [`Error::Launched`] with the first process that failed for a reason of its own (another one exits with
+    /// [`LOST_PEER_EXIT_CODE`]) and its last output; [`Error::Common`] if the
     /// program cannot be started.
     pub fn run(&self) -> Result<LaunchOutcome> {
         overdrive_core::check_at_least("nproc", self.nproc, 1)?;
@@ -228,12 +231,19 @@ impl Launch {
             let status = process.child.try_wait();
             process.status =
                 status.map_err(overdrive_core::Error::io("wait for", &self.program))?;
-            if let Some(status) = process
+            let Some(status) = process
                 .status
                 .filter(|status| !status.success() && !interrupted(*status))
-                && first_failure.is_none()
-            {
-                *first_failure = Some((rank, status, Instant::now()));
+            else {
+                continue;
+            };
+            // A process may end because of another one that has not ended yet.
+            match first_failure {
+                None => *first_failure = Some((rank, status, Instant::now())),
+                Some((first, of_first, _)) if lost_a_peer(*of_first) && !lost_a_peer(status) => {
+                    (*first, *of_first) = (rank, status);
+                }
+                Some(_) => {}
             }
         }
         Ok(running.0.iter().any(|process| process.status.is_none()))
@@ -313,6 +323,11 @@ struct Process {
 fn interrupted(status: ExitStatus) -> bool {
     let codes = [SAVED_EXIT_CODE, INTERRUPTED_EXIT_CODE].map(i32::from);
     status.code().is_some_and(|code| codes.contains(&code))
+}
+
+/// Returns `true` for the exit code of a process that failed because of another one.
+fn lost_a_peer(status: ExitStatus) -> bool {
+    status.code() == Some(i32::from(LOST_PEER_EXIT_CODE))
 }
 
 fn is_set(flag: Option<&Arc<AtomicBool>>) -> bool {

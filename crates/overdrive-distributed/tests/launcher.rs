@@ -88,6 +88,20 @@ fn worker() {
             std::thread::sleep(Duration::from_secs(600));
             drop(group);
         }
+        // Rank 0 ends first, because of rank 1.
+        "lost_peer" => {
+            let other = folder.join("ended-0");
+            if rank == 0 {
+                std::fs::write(other, "").unwrap();
+                std::process::exit(76);
+            }
+            while !other.exists() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // Longer than the launcher takes to see the end of rank 0.
+            std::thread::sleep(Duration::from_millis(500));
+            std::process::exit(3);
+        }
         "stubborn" => std::thread::sleep(Duration::from_secs(60)),
         other => panic!("no scenario {other}"),
     }
@@ -109,6 +123,20 @@ fn locked(folder: &Path, rank: usize) -> File {
     lock.lock().unwrap();
     std::fs::write(folder.join(format!("locked-{rank}")), "").unwrap();
     lock
+}
+
+#[test]
+fn a_process_that_lost_its_peer_is_not_named_as_the_cause() {
+    let folder = tempfile::tempdir().unwrap();
+    let launch = Launch::new(std::env::current_exe().unwrap())
+        .args(worker_arguments(module_path!()))
+        .nproc(2)
+        .env("OD_SCENARIO", "lost_peer")
+        .env("OD_FOLDER", folder.path());
+    let Err(Error::Launched { rank, status, .. }) = launch.run() else {
+        panic!("a process failed");
+    };
+    assert_eq!((rank, status.as_str()), (1, "exit status: 3"));
 }
 
 /// Kills a launcher of two ranks of the scenario with SIGKILL, and waits until both have ended. Returns the folder

@@ -85,7 +85,7 @@ pub enum Error {
     },
     /// A full copy cannot be merged because its parameter is tied to another one.
     #[error(
-        "the full copy of `{name}` cannot be merged because the parameter is tied to `{other}`; untie them, or call `unload` and keep the adapter"
+        "the full copy of `{name}` cannot be merged because the parameter is tied to `{other}`; keep the adapter unmerged, or leave the module out of `modules_to_save`"
     )]
     TiedCopy {
         /// The parameter with a copy.

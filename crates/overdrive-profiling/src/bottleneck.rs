@@ -191,8 +191,8 @@ impl fmt::Display for Bottleneck {
             ),
             Self::SmallKernels { mfu } => write!(
                 f,
-                "the device is busy but only {:.0}% of its peak goes into the model (MFU): use fused \
-                 kernels and flash attention, lower precision, a larger batch",
+                "the device is busy but only {:.0}% of its peak goes into the model (MFU): use a \
+                 larger batch, lower precision, and fused kernels and flash attention where they are off",
                 percent(mfu)
             ),
             Self::Compute { share } => write!(

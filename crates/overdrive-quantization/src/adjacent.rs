@@ -17,7 +17,7 @@ const ALIGNMENT: usize = 16;
 /// same order. On a GPU, [`joint_linear`](crate::joint_linear) then multiplies all of them in one launch.
 ///
 /// Returns `None` for weights that cannot be multiplied as one: of several schemes, or with an order of the inputs; and with
-/// double quantization for more than three, or for one whose number of blocks is not a multiple of 256.
+/// double quantization for more than three, or for one whose number of blocks is not a multiple of 1,024.
 ///
 /// ```
 /// use overdrive_quantization::{QuantizedWeight, adjacent};
@@ -276,12 +276,12 @@ pub(crate) mod tests {
 
     #[test]
     fn adjacent_weights_with_double_quantization_keep_their_offsets() {
-        let apart = weights_of("nf4", [128, 128, 256]);
+        let apart = weights_of("nf4", [512, 512, 1024]);
         let apart: Vec<&QuantizedWeight> = apart.iter().collect();
         let views = adjacent(&apart).unwrap().unwrap();
         let views: Vec<&QuantizedWeight> = views.iter().collect();
         let Joined { weight, offsets } = joined(&views).unwrap().unwrap();
-        assert_eq!(weight.size(), [512, 128]);
+        assert_eq!(weight.size(), [2048, 128]);
         let own: Vec<_> = apart.iter().filter_map(|weight| offset(weight)).collect();
         assert_eq!(offsets, own);
         // Without a kernel each is multiplied alone.
@@ -299,7 +299,7 @@ pub(crate) mod tests {
             assert!(adjacent(&apart).unwrap().is_none(), "{apart:?}");
         }
         assert!(adjacent(&[&four[0]]).unwrap().is_none());
-        let four = [128, 256, 128].map(|outputs| weights_of("nf4", [outputs; 3]));
+        let four = [512, 1024, 512].map(|outputs| weights_of("nf4", [outputs; 3]));
         let many = [&four[0][0], &four[0][1], &four[1][0], &four[2][0]];
         assert!(
             adjacent(&many).unwrap().is_none(),

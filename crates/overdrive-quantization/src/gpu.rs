@@ -261,7 +261,7 @@ mod tests {
                 assert!(apart < 1e-6, "{scheme}: {apart}");
             }
         }
-        let apart = weights_of("nf4", [128, 128, 256]);
+        let apart = weights_of("nf4", [512, 512, 1024]);
         let apart: Vec<&QuantizedWeight> = apart.iter().collect();
         let views = adjacent(&apart).expect("memory").expect("one scheme");
         let views: Vec<&QuantizedWeight> = views.iter().collect();

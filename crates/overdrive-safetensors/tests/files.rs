@@ -204,7 +204,7 @@ fn files_of_other_writers_may_be_unaligned_and_have_invalid_bools() {
     assert_eq!(file.tensor("u").unwrap().kind(), None);
     assert_eq!(
         read("u").unwrap_err().to_string(),
-        "the tensor `u` is stored as U16, a dtype that tch does not support"
+        "the tensor `u` is stored as U16, a dtype that tch does not support; write it in another dtype"
     );
 }
 

@@ -20,7 +20,7 @@ pub enum Error {
     },
     /// A snapshot is incomplete or was changed, or the folder is not a snapshot.
     #[error(
-    "{} is not a complete snapshot ({reason}): use another one; `latest` finds the newest complete one",
+    "{} is not a complete snapshot ({reason}): give the folder of a complete one, such as RUN/checkpoint-120",
         path.display()
     )]
     Damaged {

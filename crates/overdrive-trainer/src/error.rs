@@ -1,5 +1,7 @@
 //! The errors of the arguments, the data and the run folder.
 
+use std::error::Error as StdError;
+use std::iter::successors;
 use std::path::PathBuf;
 
 use thiserror::Error;
@@ -296,6 +298,17 @@ impl Error {
 
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Returns the error of the process group among an error and its causes.
+pub(crate) fn of_group<'a>(
+    error: &'a (dyn StdError + 'static),
+) -> Option<&'a overdrive_distributed::Error> {
+    successors(Some(error), |&cause| cause.source()).find_map(|error| match error.downcast_ref() {
+        Some(Error::Distributed(error)) => Some(error),
+        Some(Error::Program(error)) => of_group(&**error),
+        _ => error.downcast_ref(),
+    })
+}
 
 /// Returns names as they are written in a sentence: in backticks, separated by commas.
 pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {

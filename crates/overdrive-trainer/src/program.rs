@@ -4,10 +4,13 @@ use std::error::Error as StdError;
 use std::iter::successors;
 use std::process::ExitCode;
 
-use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE, print_error_line};
+use overdrive_core::{
+    INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE, print_error_line,
+};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
+use crate::error::of_group;
 use crate::interrupt::end_at_signals;
 
 /// The way in which a run ended.
@@ -45,7 +48,7 @@ where
 /// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
 /// [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the program, and the files that
 /// it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
-/// exit code is 130.
+/// exit code is 130. After an error because another process of the group was lost or failed it is 76.
 ///
 /// `E` is `anyhow::Error` or `Box<dyn Error + Send + Sync>`.
 ///
@@ -89,7 +92,12 @@ where
             }
         }
         print_error_line(format_args!("error: {text}"));
-        ExitCode::FAILURE
+        match of_group(error) {
+            Some(overdrive_distributed::Error::Collective { ranks, .. }) if !ranks.is_empty() => {
+                ExitCode::from(LOST_PEER_EXIT_CODE)
+            }
+            _ => ExitCode::FAILURE,
+        }
     })
 }
 

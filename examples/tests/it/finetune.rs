@@ -470,7 +470,7 @@ fn errors_of_a_configuration_name_the_key() {
         let error = with(more.clone());
         assert!(error.contains(problem), "{more}: {error}");
     }
-    assert!(error_of(json!({"data": "d"})).contains("`--model PATH`"));
+    assert!(error_of(json!({"data": "d"})).contains("`--model MODEL`"));
     assert!(error_of(json!({"model": "m"})).contains("`--data FILE`"));
 }
 

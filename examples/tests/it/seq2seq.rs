@@ -95,7 +95,7 @@ fn too_few_pairs_are_refused_by_number() {
     assert!(
         error
             .to_string()
-            .contains("4000 pairs are too few for this --held-out"),
+            .contains("4000 pairs are too few: --held-out"),
         "{error}"
     );
 }

@@ -112,8 +112,14 @@ fn product(
 /// Compares layers of the same input whose weights lie next to one another with the same layers apart.
 fn side_by_side(dense: &Tensor, scheme: Scheme, rows: i64, device: Device) -> Result<Finding> {
     let half = dense.size()[0] / 16 * 8;
+    // Scales in 8 bits are next to one another only in weights of more outputs.
+    let middle = match scheme.to_string().as_str() {
+        "nf4" | "fp4" if half > 64 => 64,
+        _ => 8,
+    };
     let parts = dense.f_to_device(device)?;
-    let parts = parts.f_split_with_sizes([half, 8, dense.size()[0] - half - 8].as_slice(), 0)?;
+    let sizes = [half, middle, dense.size()[0] - half - middle];
+    let parts = parts.f_split_with_sizes(sizes.as_slice(), 0)?;
     let apart = parts
         .iter()
         .map(|part| QuantizedWeight::quantize(part, scheme));

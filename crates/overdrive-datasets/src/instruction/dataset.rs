@@ -249,7 +249,10 @@ impl InstructionDataset {
         if self.is_empty() {
             return Err(Error::NoData {
                 searched: names.join(", "),
-                problem: format!("{}; records with an answer are needed", self.report),
+                problem: format!(
+                    "{}; records with an answer within the length of a sequence are needed",
+                    self.report
+                ),
             });
         }
         Ok(self)

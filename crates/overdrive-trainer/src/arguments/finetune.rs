@@ -44,7 +44,7 @@ options! {
             /// The model to fine-tune: GGUF file, folder with config.json, weights, tokenizer.json, or name on the
             /// Hugging Face hub.
             model_name_or_path: PathBuf = PathBuf::new() =>
-                Finetune("PATH", flag: Some("model"), spellings: &["model", "base_model", "model_name"],
+                Finetune("PATH", flag: Some("model"), spellings: &["model", "base_model", "model_name", "base_model_name_or_path"],
                     instead: "`train` creates a model from scratch, see `model`");
         }
         "Data" => {

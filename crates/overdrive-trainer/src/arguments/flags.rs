@@ -22,6 +22,11 @@ struct Shortcut {
     conflicts: &'static str,
 }
 
+/// The characters that no name of a layer has.
+const REGEX_CHARACTERS: [char; 13] = [
+    '*', '+', '?', '(', ')', '[', ']', '{', '}', '|', '^', '$', '\\',
+];
+
 // Each row is on two lines, so that the table can be read as a table.
 #[rustfmt::skip]
 static OF_FINETUNING: [Shortcut; 2] = [
@@ -250,9 +255,17 @@ impl Key {
             return (on || off).then_some(Value::Bool(on));
         }
         match self.list {
-            List::Paths | List::Names => matches
-                .get_many::<String>(self.name)
-                .map(|texts| texts.cloned().collect()),
+            List::Paths | List::Names => {
+                let mut texts = matches.get_many::<String>(self.name)?;
+                match texts.len() {
+                    // As in PEFT, a text is a regular expression and a list has names.
+                    1 if self.name == "target_modules" => texts.next().map(|text| match text {
+                        text if text.contains(REGEX_CHARACTERS) => Value::from(text.as_str()),
+                        name => json!([name]),
+                    }),
+                    _ => Some(texts.cloned().collect()),
+                }
+            }
             List::No => matches.get_one::<Value>(self.name).cloned(),
         }
     }

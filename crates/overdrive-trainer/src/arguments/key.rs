@@ -264,7 +264,8 @@ impl Range {
                 number.fract() == 0.0,
                 "a whole number of steps, or a fraction of the run below 1",
             ),
-            Self::Steps | Self::StepsOrZero => Self::Positive.violation(number),
+            Self::Steps => Self::Positive.violation(number),
+            Self::StepsOrZero => Self::NotNegative.violation(number),
         }
     }
 }

@@ -82,7 +82,7 @@ impl TrainingArguments {
     }
 
     /// Returns the paths of `data` without their weights.
-    pub(super) fn data_paths(&self) -> impl Iterator<Item = PathBuf> + '_ {
+    pub(crate) fn data_paths(&self) -> impl Iterator<Item = PathBuf> + '_ {
         let path = |path: &PathBuf| weighted(path).map_or_else(|| path.clone(), |(path, _)| path);
         self.data.iter().map(path)
     }
@@ -159,20 +159,28 @@ mod tests {
             (
                 &["a:1", "b:-1"],
                 &[],
-                "`data` is b:-1; it must be one with a weight of 0 or more",
+                "`data` is b:-1; it must be a path with a weight of 0 or more",
             ),
             (
                 &["a:1", "b:1"],
                 &["10"],
                 "`data_schedule` is 10; it must be STEPS:WEIGHT",
             ),
-            (&["a:1", "b:1"], &["10:1"], "it must be one with 2 weights"),
+            (
+                &["a:1", "b:1"],
+                &["10:1"],
+                "it must be a stage with 2 weights",
+            ),
             (
                 &["a:1", "b:1"],
                 &["10:1,2", "10:2,1"],
                 "after more than 10 steps",
             ),
-            (&["a", "b"], &["10:1,2"], "it must be one with 0 weights"),
+            (
+                &["a", "b"],
+                &["10:1,2"],
+                "it must be left out, because the paths of `data` have no weights",
+            ),
         ] {
             let error = of(data, schedule)
                 .validate_mixture()

@@ -131,7 +131,7 @@ options! {
             max_steps: i64 = -1 => Both("N", flag: Some("steps"), spellings: &["steps", "max_iters"]);
             /// The number of epochs, if `max_steps` is not above 0. Default 3.
             num_train_epochs: f64 = 3.0 =>
-                Both("X", flag: Some("epochs"), spellings: &["epochs", "num_epochs"], excludes: &["max_steps"]);
+                Both("X", range: Positive, flag: Some("epochs"), spellings: &["epochs", "num_epochs"], excludes: &["max_steps"]);
             /// The number of sequences in a micro-batch, per device. Default 8.
             per_device_train_batch_size: u64 = 8 =>
                 Both("N", range: AtLeast(1), flag: Some("micro-batch-size"),

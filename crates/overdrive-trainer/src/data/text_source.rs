@@ -145,6 +145,10 @@ impl TextSource {
             Self::Records(records) => records,
             Self::Unique(unique) => &unique.records,
         };
+        if texts.is_empty() {
+            let expected = "files with at least one record that has text";
+            return invalid("data", "without records", expected);
+        }
         // The trainer of the tokenizers crate reads files.
         let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_sample"))?;
         let sample = folder.path().join("sample.jsonl");

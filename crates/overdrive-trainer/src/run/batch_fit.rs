@@ -13,6 +13,7 @@ use tch::Device;
 
 use super::folder::RunFolder;
 use crate::arguments::{FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
+use crate::error::of_group;
 use crate::{Error, Result};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
@@ -218,21 +219,11 @@ where
         };
         let cause: &(dyn StdError + 'static) = error.as_ref();
         if !arguments.as_mut().retry(group, cause, &mut say)? {
-            let named = successors(Some(cause), |&cause| cause.source()).any(names_lost_ranks);
             return Err(match group.explain(cause) {
-                Some(explained) if !named => Error::from(explained).into(),
+                Some(explained) if of_group(cause).is_none() => Error::from(explained).into(),
                 _ => error,
             });
         }
-    }
-}
-
-/// Returns `true` for an error that names the lost processes itself.
-fn names_lost_ranks(error: &(dyn StdError + 'static)) -> bool {
-    match error.downcast_ref() {
-        Some(Error::Distributed(_)) => true,
-        Some(Error::Program(error)) => names_lost_ranks(&**error),
-        _ => error.is::<overdrive_distributed::Error>(),
     }
 }
 

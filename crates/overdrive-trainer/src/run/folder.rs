@@ -10,7 +10,11 @@ use overdrive_distributed::ProcessGroup;
 use overdrive_snapshot::{FolderLock, Snapshot};
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{ARGUMENTS, Configuration, FinetuneArguments, TrainingArguments, as_value};
+#[cfg(feature = "mlflow")]
+use crate::arguments::ReportTo;
+use crate::arguments::{
+    ARGUMENTS, Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments, as_value,
+};
 use crate::error::invalid;
 use crate::{Error, Result};
 
@@ -117,7 +121,8 @@ impl RunFolder {
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
     /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
     pub fn create(arguments: &TrainingArguments) -> Result<Self> {
-        Self::make(arguments, arguments.preset.name())?.with_arguments(arguments)
+        let inputs = arguments.inputs();
+        Self::make(arguments, arguments.preset.name(), &inputs)?.with_arguments(arguments)
     }
 
     /// Locks the folder and writes the configuration into it.
@@ -151,11 +156,34 @@ impl RunFolder {
         Ok(arguments.resumed_root()?.map(Self::at))
     }
 
-    /// Creates the folder that `output_dir` names, or a new one named after `name`, without files.
-    fn make(arguments: &TrainingArguments, name: &str) -> Result<Self> {
+    /// Creates the folder that `output_dir` names, or a new one named after `name`, without files. The run reads the
+    /// `inputs`, each under its key.
+    fn make(
+        arguments: &TrainingArguments,
+        name: &str,
+        inputs: &[(&'static str, PathBuf)],
+    ) -> Result<Self> {
+        check_start(arguments)?;
         match &arguments.output_dir {
-            Some(root) => Self::given(root, arguments.overwrite_output_dir),
+            Some(root) => Self::given(root, arguments.overwrite_output_dir, inputs),
             None => Self::numbered(Path::new(DEFAULT_PARENT), name),
+        }
+    }
+
+    /// Checks that the folder of a run can be created or resumed, without writing anything.
+    ///
+    /// # Errors
+    /// As [`open_or_create`](Self::open_or_create).
+    pub(crate) fn check(arguments: &TrainingArguments) -> Result<()> {
+        check_start(arguments)?;
+        match &arguments.output_dir {
+            Some(root) if root.exists() && Self::to_resume(arguments)?.is_none() => {
+                let run = Self::at(root);
+                run.check_is_folder()?;
+                run.check_free(arguments.overwrite_output_dir)?;
+                run.check_not_read(&arguments.inputs())
+            }
+            _ => Ok(()),
         }
     }
 
@@ -209,13 +237,9 @@ impl RunFolder {
         &self.root
     }
 
-    fn given(root: &Path, overwrite: bool) -> Result<Self> {
+    fn given(root: &Path, overwrite: bool, inputs: &[(&'static str, PathBuf)]) -> Result<Self> {
         let run = Self::at(root);
-        if root.exists() && !root.is_dir() {
-            return Err(Error::InTheWay {
-                path: root.to_owned(),
-            });
-        }
+        run.check_is_folder()?;
         fs::create_dir_all(root).map_err(|source| not_writable(root, source))?;
         // Checked before locking too, so that a refused folder does not get a lock file.
         run.check_free(overwrite)?;
@@ -227,9 +251,19 @@ impl RunFolder {
                                 remove the folder yourself, or choose another one with `--out DIR`";
                 return invalid("overwrite_output_dir", true, expected);
             }
+            run.check_not_read(inputs)?;
             run.clear()?;
         }
         Ok(run)
+    }
+
+    fn check_is_folder(&self) -> Result<()> {
+        match self.root.exists() && !self.root.is_dir() {
+            true => Err(Error::InTheWay {
+                path: self.root.clone(),
+            }),
+            false => Ok(()),
+        }
     }
 
     /// Checks that the folder holds no run, or one that may be overwritten, and no files or snapshots of other
@@ -253,6 +287,29 @@ impl RunFolder {
         // names, so a snapshot could replace one of another program.
         let mut written = self.written()?.into_iter();
         in_the_way(written.find(|path| path.exists()))
+    }
+
+    /// Checks that none of the inputs lies among the files that [`clear`](Self::clear) removes.
+    fn check_not_read(&self, inputs: &[(&'static str, PathBuf)]) -> Result<()> {
+        let written = self.written()?;
+        let written: Vec<PathBuf> = written
+            .iter()
+            .filter_map(|path| path.canonicalize().ok())
+            .collect();
+        for (key, input) in inputs {
+            let Ok(real) = input.canonicalize() else {
+                continue;
+            };
+            if written.iter().any(|path| real.starts_with(path)) {
+                let expected = format!(
+                    "false, because the run reads {} (`{key}`), which would be removed; choose another folder with \
+                     `--out DIR`",
+                    input.display()
+                );
+                return invalid("overwrite_output_dir", true, expected);
+            }
+        }
+        Ok(())
     }
 
     /// Removes the files of a run, which must be locked.
@@ -312,6 +369,15 @@ impl RunFolder {
     }
 }
 
+impl TrainingArguments {
+    /// Returns the data and the tokenizer that a run reads, with their keys.
+    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
+        let tokenizer = self.tokenizer.clone().map(|path| ("tokenizer", path));
+        let data = self.data_paths().map(|path| ("data", path));
+        data.chain(tokenizer).collect()
+    }
+}
+
 impl FinetuneArguments {
     /// Creates the folder of the run, `output_dir` or a new one under `runs/`, and writes the configuration
     /// into it.
@@ -321,10 +387,11 @@ impl FinetuneArguments {
     /// files of a model or an adapter and is no run.
     pub fn create_folder(&self) -> Result<RunFolder> {
         if let Some(root) = &self.training.output_dir {
-            let template = self.chat_template_path.as_deref();
-            let template = template.map(|path| ("chat_template_path", path));
-            let model = ("model_name_or_path", self.model_name_or_path.as_path());
-            let inputs: Vec<_> = [model].into_iter().chain(template).collect();
+            let inputs = self.inputs();
+            let inputs: Vec<_> = inputs
+                .iter()
+                .map(|(key, path)| (*key, path.as_path()))
+                .collect();
             // A folder of a run is overwritten only if `overwrite_output_dir` says so.
             match RunFolder::open(root) {
                 Ok(_) => check_not_read("output_dir", root, &inputs)?,
@@ -336,7 +403,17 @@ impl FinetuneArguments {
                 )?),
             }
         }
-        RunFolder::make(&self.training, "finetune")?.with_arguments(self)
+        let mut inputs = self.inputs();
+        inputs.extend(self.training.inputs());
+        RunFolder::make(&self.training, "finetune", &inputs)?.with_arguments(self)
+    }
+
+    /// Returns the model and the template that a run reads, with their keys.
+    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
+        let template = self.chat_template_path.clone();
+        let template = template.map(|path| ("chat_template_path", path));
+        let model = ("model_name_or_path", self.model_name_or_path.clone());
+        [model].into_iter().chain(template).collect()
     }
 
     /// Opens or creates the folder as [`RunFolder::open_or_create`] does, for a fine-tuning run.
@@ -349,6 +426,19 @@ impl FinetuneArguments {
             None => self.create_folder(),
         })
     }
+}
+
+/// Checks what a run would fail with after its folder is made: the snapshot to resume from, and the destinations of
+/// `report_to`.
+fn check_start(arguments: &TrainingArguments) -> Result<()> {
+    if let Some(ResumeFromCheckpoint::Folder(snapshot)) = &arguments.resume_from_checkpoint {
+        Snapshot::open_unverified(snapshot)?;
+    }
+    #[cfg(feature = "mlflow")]
+    if arguments.reports_to(ReportTo::MlFlow) {
+        overdrive_tracking::MlFlowOptions::from_env().validate()?;
+    }
+    Ok(())
 }
 
 /// Returns the folder that rank 0 opens on all ranks. In a world of one the error keeps its type.

@@ -4,6 +4,7 @@ use overdrive_precision::Precision;
 use overdrive_profiling::{
     ModelFlops, PeakFlops, Profiler, ProfilerConfig, Schedule, StepRecorder, StepRecorderConfig,
 };
+use overdrive_sys::memory;
 use tch::{Device, Kind};
 
 use crate::Result;
@@ -29,9 +30,20 @@ impl TrainingArguments {
             Precision::Bf16 | Precision::Fp8 => Kind::BFloat16,
             _ => Kind::Float,
         };
+        let memory_peak = || {
+            memory::stats(device)
+                .map(|stats| stats.peak_allocated_bytes)
+                .ok()
+        };
+        let before = memory_peak();
+        let peak_flops = model.map(|_| PeakFlops::of(device, kind)).transpose()?;
+        // The matrices of the measurement are not memory of the run.
+        if memory_peak() > before {
+            memory::reset_peak(device)?;
+        }
         Ok(StepRecorder::new(StepRecorderConfig {
             device,
-            peak_flops: model.map(|_| PeakFlops::of(device, kind)).transpose()?,
+            peak_flops,
             model: model.map(|model| ModelFlops {
                 sequence_length: self.context_length,
                 ..model

@@ -73,7 +73,10 @@ impl RunSummary {
 
     /// Returns the fraction of padding among all tokens, 0 to 1.
     pub fn padding(&self) -> f64 {
-        1.0 - self.tokens as f64 / self.padded_tokens.max(1) as f64
+        match self.padded_tokens {
+            0 => 0.0,
+            all => 1.0 - self.tokens as f64 / all as f64,
+        }
     }
 }
 

@@ -165,6 +165,57 @@ fn a_file_in_place_of_the_folder_is_an_error_with_its_name() {
 }
 
 #[test]
+fn what_a_run_reads_is_not_removed_with_the_run_that_it_overwrites() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let run = RunFolder::create(&arguments(folder.path())).expect("made");
+    fs::create_dir(run.model()).expect("made");
+    let text = run.model().join("train.jsonl");
+    fs::write(&text, "{}").expect("written");
+    drop(run);
+    let mut overwriting = TrainingArguments {
+        overwrite_output_dir: true,
+        data: vec![text.clone()],
+        ..arguments(folder.path())
+    };
+    let error = RunFolder::create(&overwriting).expect_err("it would remove the data");
+    let error = error.to_string();
+    assert!(
+        error.contains("(`data`), which would be removed"),
+        "{error}"
+    );
+    let tuned = FinetuneArguments {
+        model_name_or_path: folder.path().join("model"),
+        training: TrainingArguments {
+            data: Vec::new(),
+            ..overwriting.clone()
+        },
+        ..FinetuneArguments::default()
+    };
+    let error = tuned
+        .create_folder()
+        .expect_err("it would remove the model");
+    assert!(error.to_string().contains("(`model_name_or_path`)"));
+    assert!(text.exists());
+    overwriting.data.clear();
+    RunFolder::create(&overwriting).expect("overwritten");
+    assert!(!text.exists());
+}
+
+#[test]
+fn a_run_that_cannot_start_leaves_no_folder() {
+    let parent = tempfile::tempdir().expect("temporary folder");
+    let root = parent.path().join("run");
+    let resumed = TrainingArguments {
+        resume_from_checkpoint: Some(ResumeFromCheckpoint::Folder(parent.path().join("none"))),
+        ..arguments(&root)
+    };
+    let error = RunFolder::open_or_create(&ProcessGroup::single(), &resumed);
+    let error = error.expect_err("there is no such snapshot").to_string();
+    assert!(error.contains("is not a complete snapshot"), "{error}");
+    assert!(!root.exists());
+}
+
+#[test]
 fn a_folder_without_a_run_cannot_be_opened_as_one() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let text = RunFolder::open(folder.path())

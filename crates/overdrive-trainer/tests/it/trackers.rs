@@ -106,7 +106,16 @@ fn a_new_run_does_not_continue_the_run_of_mlflow_that_an_earlier_one_has_left() 
         report_to: vec![ReportTo::MlFlow],
         ..Preset::Tiny.arguments()
     };
-    let run = RunFolder::create(&arguments).expect("made");
+    let elsewhere = TrainingArguments {
+        report_to: Vec::new(),
+        ..arguments.clone()
+    };
+    if std::env::var_os("MLFLOW_TRACKING_URI").is_none() {
+        let error = RunFolder::create(&arguments).expect_err("no address");
+        assert!(error.to_string().contains("`tracking_uri` is \"\""));
+        assert!(!folder.path().join("mine").exists());
+    }
+    let run = RunFolder::create(&elsewhere).expect("made");
     fs::write(run.mlflow_run_id(), "not an ID").expect("writes");
     // Without the variable of its address the destination is an error, which comes before the network.
     let open = |step| run.trackers(&ProcessGroup::single(), &arguments, step);

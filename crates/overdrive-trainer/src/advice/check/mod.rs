@@ -18,6 +18,7 @@ pub use facts::MachineFacts;
 use crate::Result;
 use crate::arguments::TrainingArguments;
 use crate::data::TextData;
+use crate::run::RunFolder;
 
 /// The weight of a [`Finding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,7 +34,7 @@ pub enum Severity {
 /// The result of one check. [`Display`](fmt::Display) is a line, and one with the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The subject of the check: `data`, `disk`, `memory`, `precision`, `processes`, `threads` or `speed`.
+    /// The subject of the check: `folder`, `data`, `disk`, `memory`, `precision`, `processes`, `threads` or `speed`.
     pub subject: &'static str,
     /// The weight.
     pub severity: Severity,
@@ -122,7 +123,7 @@ struct Sizes {
 }
 
 impl TrainingArguments {
-    /// Checks a run on `device` without training: the data, the disk, the memory by estimate, the precision, other
+    /// Checks a run on `device` without training: its folder and its reports, the data, the disk, the memory by estimate, the precision, other
     /// processes on the GPU, the threads, and the keys that would slow it down. `processes` is the number of processes
     /// on this machine.
     ///
@@ -134,8 +135,16 @@ impl TrainingArguments {
     pub fn check_run(&self, device: Device, processes: usize) -> Result<RunCheck> {
         self.validate()?;
         let facts = MachineFacts::detect(self, device)?;
+        let folder = RunFolder::check(self);
         let data = TextData::prepare(self, |_| {});
-        self.check_with(&facts, data, processes)
+        let mut check = self.check_with(&facts, data, processes)?;
+        if let Err(error) = folder {
+            let remedy = "change the named key; the run would end with this error";
+            let found = Finding::fine("folder", error.to_string());
+            let found = found.or(true, Severity::Failure, remedy);
+            check.findings.insert(0, found);
+        }
+        Ok(check)
     }
 
     pub(crate) fn check_with(

@@ -45,6 +45,10 @@ pub(in crate::arguments) fn translate(
         ("eval_steps", "eval_strategy"),
         ("save_steps", "save_strategy"),
     ] {
+        if values.get(strategy) == Some(&Value::Bool(false)) {
+            // YAML reads `no` as false.
+            values.insert(strategy.to_owned(), json!("no"));
+        }
         if values.contains_key(strategy) {
             continue;
         }

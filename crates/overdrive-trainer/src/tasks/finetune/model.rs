@@ -2,7 +2,7 @@ use std::path::Path;
 
 use overdrive_lora::{
     AddOptions, LoadAdapterOptions, MergeOptions, add_adapter, load_adapter, merge_and_unload,
-    save_adapter, trainable_parameters,
+    merge_obstacle, save_adapter, trainable_parameters,
 };
 use overdrive_optim::Ema;
 use overdrive_precision::Precision;
@@ -54,6 +54,12 @@ impl FinetuneModel {
                 config.base_model_name_or_path = base_model;
             }
             add_adapter(&mut model, ADAPTER, &config, &options)?;
+            // Found before the training, not after it.
+            if arguments.merge
+                && let Some(obstacle) = merge_obstacle(&mut model)?
+            {
+                return Err(obstacle.into());
+            }
             trainable_parameters(&mut model)?
         } else {
             model.set_requires_grad(true)?;

@@ -1,12 +1,16 @@
 //! Files that were written for transformers.
 
+use std::path::Path;
+
+use clap::Parser;
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Optimizer;
-use overdrive_trainer::OptimizerName;
+use overdrive_trainer::{FinetuneArgs, IntervalStrategy, Layers, OptimizerName, SaveStrategy};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, CheckpointOptions, InitOptions, LabelShift, LlamaConfig,
     SavePolicy, Schedule,
 };
+use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::configuration::{error, file, resolve};
@@ -156,4 +160,72 @@ label_smoothing_factor: 0.0
     let arguments = resolve(&["--config", &path]).expect("loads");
     assert_eq!(arguments.sequences_per_step(), 32);
     assert_eq!(arguments.plan(100).expect("valid").total_steps, 13);
+}
+
+#[test]
+fn the_configuration_of_an_adapter_loads_and_that_of_another_method_is_refused() {
+    // As PEFT and `finetune` write it.
+    let text = r#"{
+        "alpha_pattern": {}, "auto_mapping": null, "base_model_name_or_path": "models/mine", "bias": "none",
+        "fan_in_fan_out": false, "inference_mode": true, "init_lora_weights": true, "layers_pattern": null,
+        "layers_to_transform": null, "loftq_config": {}, "lora_alpha": 16, "lora_dropout": 0.1,
+        "megatron_config": null, "megatron_core": "megatron.core", "modules_to_save": null, "peft_type": "LORA",
+        "r": 8, "rank_pattern": {}, "revision": null, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+        "use_dora": false, "use_rslora": false, "data": "train.jsonl"
+    }"#;
+    let (_folder, path) = file("adapter_config.json", text);
+    let layers = Layers::finetune().file(&path).expect("known keys");
+    let arguments = layers.resolve().expect("valid");
+    assert_eq!((arguments.lora_r, arguments.lora_dropout), (8, 0.1));
+    assert_eq!(arguments.model_name_or_path, Path::new("models/mine"));
+    for (key, value) in [
+        ("peft_type", "IA3"),
+        ("task_type", "SEQ_CLS"),
+        ("dataset_name", "imdb"),
+    ] {
+        let layer = Layers::finetune().layer(json!({ key: value }), "the test");
+        let error = layer.expect_err("not supported").to_string();
+        assert!(error.contains(key) && error.contains(value), "{error}");
+    }
+}
+
+#[test]
+fn a_text_with_the_characters_of_a_regular_expression_is_one() {
+    #[derive(Parser)]
+    struct Flags {
+        #[command(flatten)]
+        finetune: FinetuneArgs,
+    }
+    let targets = |given: &[&str]| {
+        let flags = [
+            "finetune",
+            "--model",
+            "m",
+            "--data",
+            "d",
+            "--target-modules",
+        ];
+        let flags = Flags::parse_from(flags.iter().chain(given));
+        let arguments = flags.finetune.resolve().expect("valid");
+        serde_json::to_value(arguments.target_modules).expect("values")
+    };
+    assert_eq!(targets(&[".*q_proj"]), json!(".*q_proj"));
+    assert_eq!(targets(&["q_proj"]), json!(["q_proj"]));
+    assert_eq!(targets(&["q_proj,v_proj"]), json!(["q_proj", "v_proj"]));
+}
+
+#[test]
+fn an_unquoted_no_of_yaml_is_a_strategy() {
+    let (_folder, path) = file("run.yaml", "eval_strategy: no\nsave_strategy: no\n");
+    let arguments = resolve(&["--config", &path]).expect("loads");
+    assert_eq!(arguments.eval_strategy, IntervalStrategy::No);
+    assert_eq!(arguments.save_strategy, SaveStrategy::No);
+}
+
+#[test]
+fn a_number_of_epochs_that_is_not_positive_is_an_error() {
+    for epochs in ["0", "-1"] {
+        let error = resolve(&["--epochs", epochs]).expect_err("no epochs");
+        assert!(error.to_string().contains("`num_train_epochs`"), "{error}");
+    }
 }
