@@ -154,8 +154,12 @@ impl<R: BufRead> Iterator for Lines<R> {
 pub fn expected_by_serde(message: &str) -> Option<&str> {
     // The value before it may contain the word too.
     let (_, expected) = message.rsplit_once("expected ")?;
-    // serde names the types of Rust.
-    Some(match expected {
+    Some(type_in_words(expected))
+}
+
+/// Returns the words for a type as serde describes it, which are those of Rust.
+pub fn type_in_words(expected: &str) -> &str {
+    match expected {
         "a boolean" => "true or false",
         "i8" | "i16" | "i32" | "i64" | "isize" => "an integer",
         "u8" | "u16" | "u32" | "u64" | "usize" => "a non-negative integer",
@@ -167,7 +171,7 @@ pub fn expected_by_serde(message: &str) -> Option<&str> {
         "string or map" => "a name",
         text if text.starts_with("struct ") => "an object",
         other => other,
-    })
+    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@
 
 use std::fmt;
 
+use overdrive_core::text::type_in_words;
 use serde::Serialize;
 use serde::de::{self, DeserializeOwned, Expected, Unexpected};
 use serde_json::{Map, Value};
@@ -134,17 +135,9 @@ impl Mistake {
             }
             Self::Type(expected) => expected,
         };
-        // serde's words for a type are those of Rust.
         let expected = match expected.as_str() {
-            "a boolean" => "true or false",
-            "i64" => "an integer",
-            "u8" | "u32" | "u64" | "usize" => "a non-negative integer",
-            "f64" => "a number",
-            "path string" => "a string",
-            "a sequence" => "a list",
-            "string or map" => "a name",
             text if text.starts_with("struct ") => SECTION,
-            other => other,
+            other => type_in_words(other),
         };
         wrong_type(origin, key, given, expected)
     }
