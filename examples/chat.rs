@@ -123,6 +123,11 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
             "" => continue,
             "/reset" => messages.clone_from(&opening),
             "/stats" => print_line(format_args!("{}", chat.engine.statistics())),
+            word if word.starts_with('/') && !word[1..].contains(['/', ' ']) => {
+                print_error_line(format_args!(
+                    "error: there is no command {word}; the commands are /reset and /stats"
+                ));
+            }
             text => {
                 // The images belong to the first message of the user.
                 messages.push(match messages.len() == opening.len() {

@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::core::check_not_read;
 use overdrive::core::text::Lines;
@@ -163,8 +163,12 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
         match line {
             Ok(line) if line.trim().is_empty() => None,
             Ok(line) => {
-                let value = serde_json::from_str(&line);
-                let value = value.with_context(|| format!("{location}: the line is not JSON"));
+                let value = serde_json::from_str(&line).map_err(|error| {
+                    let error = error
+                        .to_string()
+                        .replace(" at line 1 column ", " in column ");
+                    anyhow!("{location}: the line is not JSON: {error}")
+                });
                 Some(value.map(|value| (location, value)))
             }
             Err(error) => Some(Err(error.into())),

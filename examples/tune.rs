@@ -42,8 +42,8 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Search")]
     trial_warmup: u64,
     /// Maximum number of trials
-    #[arg(long, value_name = "N", default_value_t = 24, help_heading = "Search")]
-    max_trials: usize,
+    #[arg(long, value_name = "N", default_value_t = 24, help_heading = "Search", value_parser = clap::value_parser!(u16).range(1..))]
+    max_trials: u16,
     /// Output folder for config.json, tune.md and tune.json
     #[arg(
         long,
@@ -120,7 +120,7 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     describe(&arguments, device, limit, shape)?;
 
     let mut options = TuneOptions::new(limit, precisions(&arguments, device));
-    options.max_trials = flags.max_trials;
+    options.max_trials = flags.max_trials.into();
     options.workers.retain(|&workers| workers <= processors());
     let tuning = arguments.tune(shape, &options, |candidate| {
         let end = trials.run(&arguments, candidate);

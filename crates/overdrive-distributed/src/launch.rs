@@ -151,9 +151,8 @@ impl Launch {
     /// [`INTERRUPTED_EXIT_CODE`] has not failed.
     ///
     /// # Errors
-    /// [`Error::Launched`] with the first process that failed for a reason of its own (another one exits with
-    /// [`LOST_PEER_EXIT_CODE`]) and its last output; [`Error::Common`] if the
-    /// program cannot be started.
+    /// [`Error::Launched`] with the first process that failed for a reason of its own (one that only lost another exits
+    /// with [`LOST_PEER_EXIT_CODE`]) and its last output; [`Error::Common`] if the program cannot be started.
     pub fn run(&self) -> Result<LaunchOutcome> {
         overdrive_core::check_at_least("nproc", self.nproc, 1)?;
         let (_store, port) =

@@ -115,7 +115,13 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
                 true => without_separator(bytes),
                 false => bytes,
             };
-            serde_json::from_slice(bytes).map_err(|error| format!("unexpected JSON: {error}"))
+            serde_json::from_slice(bytes).map_err(|error| {
+                // The line of a record within itself would look like one of the file.
+                let error = error
+                    .to_string()
+                    .replace(" at line 1 column ", " in column ");
+                format!("unexpected JSON: {error}")
+            })
         };
         self.records.read(index, parse)
     }

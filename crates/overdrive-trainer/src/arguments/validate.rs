@@ -35,7 +35,6 @@ impl TrainingArguments {
                 return invalid(key, "not a finite number", expected);
             }
         }
-        let epochs = self.num_train_epochs;
         let from_trace = STEPS_BEFORE_TRACE + 1;
         let too_few = format!(
             "at least {from_trace} with `trace`, which records from step {from_trace} on; give more steps, or leave \
@@ -55,8 +54,6 @@ impl TrainingArguments {
         refuse(&[
             (self.max_steps == 0, "max_steps", &0,
                 "at least 1, or -1 to train for `num_train_epochs`"),
-            (self.max_steps < 0 && !(epochs.is_finite() && epochs > 0.0), "num_train_epochs", &epochs,
-                "positive if `max_steps` is not set"),
             (self.trace.is_some() && traced.contains(&self.max_steps), "max_steps", &self.max_steps, &too_few),
             (self.emit_nvtx && self.trace.is_some(), "emit_nvtx", &true,
                 "left out with `trace`: libtorch has one profiler; give one of the two"),

@@ -123,9 +123,9 @@ struct Sizes {
 }
 
 impl TrainingArguments {
-    /// Checks a run on `device` without training: its folder and its reports, the data, the disk, the memory by estimate, the precision, other
-    /// processes on the GPU, the threads, and the keys that would slow it down. `processes` is the number of processes
-    /// on this machine.
+    /// Checks a run on `device` without training: its folder and its reports, the data, the disk, the memory by estimate,
+    /// the precision, other processes on the GPU, the threads, and the keys that would slow it down. `processes` is the
+    /// number of processes on this machine.
     ///
     /// The data is prepared as the run does it, so that its errors are those of the run; the tokenizer and the tokens
     /// are cached, and the run reuses them. Call it after [`choose_precision`](Self::choose_precision).

@@ -10,15 +10,15 @@ use crate::arguments::key::{Key, foreign};
 const SAME_PRECISION: &str = "evaluation runs in the precision of training";
 const PROCESSES: &str = "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them";
 
-/// Declares the rows of keys that may have any value, because it does not change the run.
-macro_rules! without_effect {
-    ($($name:literal,)*) => { &[$(foreign($name, Any, ""),)*] };
+/// Declares the rows of keys with the same harmless values.
+macro_rules! rows {
+    ($harmless:expr; $($name:literal,)*) => { &[$(foreign($name, $harmless, ""),)*] };
 }
 
 // Worker threads live as long as the loader. Liger's kernels do not change the losses: `fused_kernels`, on by default, is their equivalent. Batches are always in
 // order. Each line holds as many keys as fit, so that the list can be read as a list.
 #[rustfmt::skip]
-pub(super) static WITHOUT_EFFECT: &[Key] = without_effect! {
+pub(super) static WITHOUT_EFFECT: &[Key] = rows! { Any;
     "activation_checkpointing_kwargs", "dataloader_persistent_workers", "persistent_workers", "torch_compile_backend",
     "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "average_tokens_across_devices", "dataloader_multiprocessing_context",
     "dataloader_in_order", "remove_unused_columns", "label_names", "logging_first_step", "logging_nan_inf_filter",
@@ -28,8 +28,24 @@ pub(super) static WITHOUT_EFFECT: &[Key] = without_effect! {
     "fsdp_config", "accelerator_config", "hub_model_id", "hub_token", "hub_private_repo", "hub_strategy",
     "hub_always_push", "hub_revision", "inference_mode", "trust_remote_code", "quant_method", "bnb_4bit_quant_storage",
     "do_train", "do_eval", "use_cache", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
-    "dataset_num_proc", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "_load_in_4bit",
-    "_load_in_8bit",
+    "dataset_num_proc", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "fan_in_fan_out",
+    "_load_in_4bit", "_load_in_8bit",
+};
+
+/// Keys that Overdrive has no equivalent of, which must be unset.
+#[rustfmt::skip]
+pub(super) static UNSET: &[Key] = rows! { Null;
+    "torch_empty_cache_steps", "optim_args", "optim_target_modules", "neftune_noise_alpha", "parallelism_config",
+    "model_init_kwargs", "dataset_kwargs", "eval_packing", "revision", "layer_replication", "eva_config",
+    "corda_config", "lora_ga_config", "arrow_config", "megatron_config", "alora_invocation_tokens", "use_bdlora",
+    "target_parameters",
+};
+
+/// Switches that Overdrive has no equivalent of, which must be off.
+#[rustfmt::skip]
+pub(super) static OFF: &[Key] = rows! { Only("false");
+    "ignore_data_skip", "do_predict", "use_qalora", "lora_bias", "ensure_weight_tying",
+    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
 };
 
 // Each row is on one line, so that the table can be read as a table.
@@ -39,15 +55,10 @@ pub(super) static KEYS: &[Key] = &[
     foreign("torch_compile", Only("false"), "leave it out: `fused_kernels` (on by default) has the kernels that it would generate for training, and overdrive-packages runs packages of torch's compiler"),
     foreign("bf16_full_eval", Only("false"), SAME_PRECISION),
     foreign("fp16_full_eval", Only("false"), SAME_PRECISION),
-    foreign("torch_empty_cache_steps", Null, ""),
     // Optimization.
-    foreign("optim_args", Null, ""),
-    foreign("optim_target_modules", Null, ""),
     foreign("label_smoothing_factor", Only("0"), ""),
-    foreign("neftune_noise_alpha", Null, ""),
     // Data.
     foreign("data_seed", Null, "`seed` determines the order of the data"),
-    foreign("ignore_data_skip", Only("false"), ""),
     // Logging and evaluation.
     foreign("logging_dir", Null, "the event files are written to `tensorboard/` in `output_dir`"),
     foreign("logging_strategy", Only("\"steps\""), "set `logging_steps`"),
@@ -62,12 +73,10 @@ pub(super) static KEYS: &[Key] = &[
     // Several devices.
     foreign("fsdp", Only("\"\""), "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them, but weights are not sharded"),
     foreign("deepspeed", Null, PROCESSES),
-    foreign("parallelism_config", Null, ""),
     foreign("local_rank", Only("-1"), ""),
     // The Hub.
     foreign("push_to_hub", Only("false"), "upload the folder `model/` of the run"),
     // Options of transformers' example scripts, and of tutorials.
-    foreign("do_predict", Only("false"), ""),
     foreign("dataset_name", Null, "give the file of records with `data` (`--data FILE`)"),
     foreign("device_map", Only("\"auto\""), "the run uses a GPU if there is one; `use_cpu` keeps it on the CPU"),
     foreign("new_model", Null, "set `output_dir` (`--out DIR`)"),
@@ -75,14 +84,11 @@ pub(super) static KEYS: &[Key] = &[
     // TRL.
     foreign("activation_checkpointing", Null, "set `gradient_checkpointing`"),
     foreign("activation_offloading", Only("false"), "set `gradient_checkpointing`"),
-    foreign("model_init_kwargs", Null, ""),
     foreign("router_aux_loss_coef", Null, "the configuration of the model has it"),
-    foreign("dataset_kwargs", Null, ""),
     foreign("eos_token", Null, "the tokenizer of the model has it"),
     foreign("pad_token", Null, "the tokenizer of the model has it"),
     foreign("truncation_mode", Only("\"keep_start\""), ""),
     foreign("shuffle_dataset", Only("false"), "the loader shuffles in each epoch"),
-    foreign("eval_packing", Null, ""),
     foreign("loss_type", Only("\"nll\""), "in preference training it is a flag of the example `dpo` (`--loss-type`)"),
     foreign("beta", Only("0.1"), "it is a flag of the example `dpo` (`--beta`)"),
     foreign("label_smoothing", Only("0"), "it is a flag of the example `dpo` (`--label-smoothing`)"),
@@ -90,29 +96,12 @@ pub(super) static KEYS: &[Key] = &[
     foreign("peft_type", Only("\"LORA\""), "adapters are LoRA's"),
     foreign("task_type", Only("\"CAUSAL_LM\""), "`finetune` trains causal language models; the examples `classify` and `seq2seq` train others"),
     foreign("lora_task_type", Only("\"CAUSAL_LM\""), "`finetune` trains causal language models; the examples `classify` and `seq2seq` train others"),
-    foreign("revision", Null, ""),
     foreign("exclude_modules", Null, "name the layers in `target_modules`"),
-    foreign("fan_in_fan_out", Only("false"), ""),
     foreign("init_lora_weights", Only("true"), ""),
     foreign("rank_pattern", Only("{}"), ""),
     foreign("alpha_pattern", Only("{}"), ""),
     foreign("layers_to_transform", Null, "give `target_modules` as a regular expression"),
     foreign("layers_pattern", Null, "give `target_modules` as a regular expression"),
-    foreign("layer_replication", Null, ""),
     foreign("loftq_config", Only("{}"), ""),
-    foreign("eva_config", Null, ""),
-    foreign("corda_config", Null, ""),
-    foreign("lora_ga_config", Null, ""),
-    foreign("arrow_config", Null, ""),
-    foreign("megatron_config", Null, ""),
-    foreign("alora_invocation_tokens", Null, ""),
-    foreign("use_qalora", Only("false"), ""),
-    foreign("use_bdlora", Null, ""),
-    foreign("lora_bias", Only("false"), ""),
-    foreign("target_parameters", Null, ""),
     foreign("trainable_token_indices", Null, "name the embedding in `modules_to_save`"),
-    foreign("ensure_weight_tying", Only("false"), ""),
-    // bitsandbytes.
-    foreign("llm_int8_enable_fp32_cpu_offload", Only("false"), ""),
-    foreign("llm_int8_has_fp16_weight", Only("false"), ""),
 ];

@@ -43,7 +43,13 @@ fn rows() -> impl Iterator<Item = &'static Key> {
         let all = [TRAINING, MODEL, FINETUNE].into_iter().flatten();
         all.filter(move |key| key.heading == heading)
     });
-    own.chain(foreign::KEYS).chain(foreign::WITHOUT_EFFECT)
+    let foreign = [
+        foreign::KEYS,
+        foreign::UNSET,
+        foreign::OFF,
+        foreign::WITHOUT_EFFECT,
+    ];
+    own.chain(foreign.into_iter().flatten())
 }
 
 /// Returns the rows that a program reads.

@@ -93,6 +93,7 @@ pub(super) static TRANSLATIONS: &[Translation] = &[
         sets(&["N"], "early_stopping_patience", "N", ""),
         nothing(&["false"], "sets nothing"),
     ] },
+    Translation { names: &["pad_to_multiple_of"], unless: "", rules: &[nothing(&["auto"], "is the default")] },
     Translation { names: &["device"], unless: "", rules: &[
         nothing(&["cuda", "gpu", "auto"], "is a GPU if there is one"),
         sets(&["cpu"], "use_cpu", "true", ""),
