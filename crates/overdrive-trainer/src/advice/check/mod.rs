@@ -103,13 +103,18 @@ impl fmt::Display for RunCheck {
         for finding in &self.findings {
             writeln!(f, "{finding}")?;
         }
+        let counted = |severity, what| match self.count(severity) {
+            1 => format!("1 {what}"),
+            count => format!("{count} {what}s"),
+        };
+        let warnings = counted(Severity::Warning, "warning");
         match (self.count(Severity::Failure), self.count(Severity::Warning)) {
             (0, 0) => f.write_str("\nthe run can start"),
-            (0, 1) => f.write_str("\nthe run can start; there is 1 warning"),
-            (0, warnings) => write!(f, "\nthe run can start; there are {warnings} warnings"),
-            (failures, warnings) => write!(
+            (0, _) => write!(f, "\nthe run can start, with {warnings}"),
+            _ => write!(
                 f,
-                "\nthe run would fail: {failures} failures, {warnings} warnings"
+                "\nthe run would fail: {}, {warnings}",
+                counted(Severity::Failure, "failure")
             ),
         }
     }
