@@ -92,8 +92,8 @@ impl LabeledTexts {
         self.texts.is_empty()
     }
 
-    /// Returns the indices of the training texts and of the test texts, at least one of each. `held_out`, at least 0 and below 1, is
-    /// the share of the test texts. The split is a function of the seed and the number of texts.
+    /// Returns the indices of the training texts and of the test texts, at least one of each. `held_out`, at least 0 and
+    /// below 1, is the share of the test texts. The split is a function of the seed and the number of texts.
     ///
     /// # Errors
     /// Returns an error for a share out of its range, fewer than two texts, or training texts that are all of one

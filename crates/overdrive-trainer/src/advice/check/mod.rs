@@ -144,7 +144,7 @@ impl TrainingArguments {
         let data = TextData::prepare(self, |_| {});
         let mut check = self.check_with(&facts, data, processes)?;
         if let Err(error) = folder {
-            let remedy = "change the named key; the run would end with this error";
+            let remedy = "follow the error; the run would end with it";
             let found = Finding::fine("folder", error.to_string());
             let found = found.or(true, Severity::Failure, remedy);
             check.findings.insert(0, found);
