@@ -46,14 +46,33 @@ fn test(further: &[OsString]) -> Cargo {
     }
 }
 
-/// Builds the test programs; the output is Cargo's messages about them.
+/// Builds the test programs, and of the examples only the one that a test starts: to link all of them takes as long as some
+/// hundred tests, and clippy checks them. The output is Cargo's messages.
 pub(super) fn test_programs() -> Cargo {
-    test(&["--no-run", "--message-format=json-render-diagnostics"].map(OsString::from))
+    let arguments = [
+        "--tests",
+        "--example",
+        "own_model",
+        "--no-run",
+        "--message-format=json-render-diagnostics",
+    ];
+    test(&arguments.map(OsString::from))
 }
 
-/// Runs the tests in the documentation.
+/// Runs the tests in the documentation, those of a crate in one process: rustdoc would start one for each of them, and libtorch
+/// takes a quarter of a second to start. They run one after the other, because a few use what a process has only one of, such
+/// as the profiler.
 pub(super) fn documentation_tests() -> Cargo {
-    test(&["--doc".into()])
+    // Without this variable, the program that rustdoc has compiled runs its tests itself.
+    let in_one_process = r#"build.rustdocflags=["--test-runtool", "env", "--test-runtool-arg=-u", "--test-runtool-arg=RUSTDOC_DOCTEST_BIN_PATH"]"#;
+    let arguments = [
+        "--doc",
+        "--config",
+        in_one_process,
+        "--",
+        "--test-threads=1",
+    ];
+    test(&arguments.map(OsString::from))
 }
 
 /// Runs the tests that need a GPU, which the summaries of other machines count as ignored, not as passed.
