@@ -21,7 +21,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::core::check_not_read;
-use overdrive::core::text::Lines;
+use overdrive::core::text::{Lines, in_one_line};
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
@@ -164,9 +164,7 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
             Ok(line) if line.trim().is_empty() => None,
             Ok(line) => {
                 let value = serde_json::from_str(&line).map_err(|error| {
-                    let error = error
-                        .to_string()
-                        .replace(" at line 1 column ", " in column ");
+                    let error = in_one_line(&error.to_string());
                     anyhow!("{location}: the line is not JSON: {error}")
                 });
                 Some(value.map(|value| (location, value)))

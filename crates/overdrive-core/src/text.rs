@@ -144,6 +144,17 @@ impl<R: BufRead> Iterator for Lines<R> {
     }
 }
 
+/// Returns serde's message about a text that is one line of a file, with the column alone: the line within the text would
+/// look like one of the file.
+///
+/// ```
+/// let message = "expected value at line 1 column 4";
+/// assert_eq!(overdrive_core::text::in_one_line(message), "expected value in column 4");
+/// ```
+pub fn in_one_line(message: &str) -> String {
+    message.replace(" at line 1 column ", " in column ")
+}
+
 /// Returns what a value must be, from serde's message about a value of another type; `None` if the message does not say
 /// it.
 ///

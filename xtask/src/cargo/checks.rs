@@ -46,13 +46,16 @@ fn test(further: &[OsString]) -> Cargo {
     }
 }
 
-/// Builds the test programs, and of the examples only the one that a test starts: to link all of them takes as long as some
-/// hundred tests, and clippy checks them. The output is Cargo's messages.
+/// Builds the one example that a test starts.
+pub(super) fn example_of_tests() -> Cargo {
+    Cargo::new(["build", "--example", "own_model"]).workspace()
+}
+
+/// Builds the test programs, without the other examples: to link them takes as long as a hundred tests, and clippy checks
+/// them. The output is Cargo's messages about the programs.
 pub(super) fn test_programs() -> Cargo {
     let arguments = [
         "--tests",
-        "--example",
-        "own_model",
         "--no-run",
         "--message-format=json-render-diagnostics",
     ];

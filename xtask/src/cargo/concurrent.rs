@@ -53,6 +53,7 @@ struct Counts {
 /// Builds all test programs, and runs them, the documentation tests and the `beside` commands, several at a time. What one
 /// prints is shown when it has ended. All of them run, also if some fail.
 pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
+    super::checks::example_of_tests().run()?;
     let built = super::checks::test_programs().output()?;
     let documentation = beside
         .into_iter()

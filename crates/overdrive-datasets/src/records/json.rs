@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
+use overdrive_core::text::in_one_line;
 use serde::de::DeserializeOwned;
 
 use super::{RecordFiles, find_files};
@@ -115,13 +116,8 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
                 true => without_separator(bytes),
                 false => bytes,
             };
-            serde_json::from_slice(bytes).map_err(|error| {
-                // The line of a record within itself would look like one of the file.
-                let error = error
-                    .to_string()
-                    .replace(" at line 1 column ", " in column ");
-                format!("unexpected JSON: {error}")
-            })
+            serde_json::from_slice(bytes)
+                .map_err(|error| format!("unexpected JSON: {}", in_one_line(&error.to_string())))
         };
         self.records.read(index, parse)
     }

@@ -29,7 +29,8 @@ pub(super) static WITHOUT_EFFECT: &[Key] = rows! { Any;
     "hub_always_push", "hub_revision", "inference_mode", "trust_remote_code", "quant_method", "bnb_4bit_quant_storage",
     "do_train", "do_eval", "use_cache", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "dataset_num_proc", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "fan_in_fan_out",
-    "_load_in_4bit", "_load_in_8bit",
+    "_load_in_4bit", "_load_in_8bit", "runtime_config", "precompute_ref_batch_size", "f_alpha_divergence_coef",
+    "discopop_tau", "ref_model_mixup_alpha", "ref_model_sync_steps",
 };
 
 /// Keys that Overdrive has no equivalent of, which must be unset.
@@ -38,14 +39,15 @@ pub(super) static UNSET: &[Key] = rows! { Null;
     "torch_empty_cache_steps", "optim_args", "optim_target_modules", "neftune_noise_alpha", "parallelism_config",
     "model_init_kwargs", "dataset_kwargs", "eval_packing", "revision", "layer_replication", "eva_config",
     "corda_config", "lora_ga_config", "arrow_config", "megatron_config", "alora_invocation_tokens", "use_bdlora",
-    "target_parameters",
+    "target_parameters", "velora_config", "kasa_config", "monteclora_config", "ld_alpha", "loss_weights",
 };
 
 /// Switches that Overdrive has no equivalent of, which must be off.
 #[rustfmt::skip]
 pub(super) static OFF: &[Key] = rows! { Only("false");
     "ignore_data_skip", "do_predict", "use_qalora", "lora_bias", "ensure_weight_tying",
-    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight",
+    "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "precompute_ref_log_probs", "use_weighting",
+    "sync_ref_model",
 };
 
 // Each row is on one line, so that the table can be read as a table.
@@ -92,6 +94,7 @@ pub(super) static KEYS: &[Key] = &[
     foreign("loss_type", Only("\"nll\""), "in preference training it is a flag of the example `dpo` (`--loss-type`)"),
     foreign("beta", Only("0.1"), "it is a flag of the example `dpo` (`--beta`)"),
     foreign("label_smoothing", Only("0"), "it is a flag of the example `dpo` (`--label-smoothing`)"),
+    foreign("f_divergence_type", Only("\"reverse_kl\""), ""),
     // PEFT.
     foreign("peft_type", Only("\"LORA\""), "adapters are LoRA's"),
     foreign("task_type", Only("\"CAUSAL_LM\""), "`finetune` trains causal language models; the examples `classify` and `seq2seq` train others"),
