@@ -50,8 +50,8 @@ struct Counts {
     ignored: u64,
 }
 
-/// Builds all test programs, and runs them, the documentation tests and the `beside` commands, several at a time. What one
-/// prints is shown when it has ended. All of them run, also if some fail.
+/// Builds all test programs and the example that one of them starts, and runs the programs, the documentation tests and the
+/// `beside` commands, several at a time. What one prints is shown when it has ended. All of them run, also if some fail.
 pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
     super::checks::example_of_tests().run()?;
     let built = super::checks::test_programs().output()?;
@@ -68,9 +68,9 @@ pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
 }
 
 fn run(jobs: VecDeque<Job>) -> Result<()> {
-    let at_once = thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(MOST);
+    // One more than there are cores: a program whose tests wait for a lost peer or a client leaves its core idle.
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let at_once = (cores + 1).min(MOST);
     let jobs = Mutex::new(jobs);
     let done: Mutex<Vec<Done>> = Mutex::default();
     let work = || {
