@@ -28,8 +28,8 @@ use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{
-    GenerationFlags, ImageFlags, ModelFlags, TemplateFlags, grids, print_error_line, print_line,
-    print_now,
+    GenerationFlags, ImageFlags, ModelFlags, TemplateFlags, generation_config, grids,
+    print_error_line, print_line, print_now,
 };
 use serde_json::json;
 use signal_hook::consts::SIGINT;
@@ -69,10 +69,9 @@ fn main() -> ExitCode {
 pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
-    flags.generation.check_for_chat()?;
     let source = flags.model.local()?;
     let files = source.files()?;
-    let config = flags.generation.config(&files, 1024)?;
+    let config = generation_config(&flags.generation, &files, 1024)?;
     let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
     let images = flags.images.load(&files)?;

@@ -25,7 +25,9 @@ use overdrive::core::text::{Lines, in_one_line};
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
-use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_error_line};
+use overdrive_examples::{
+    GenerationFlags, ModelFlags, TemplateFlags, generation_config, print_error_line,
+};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
@@ -77,10 +79,9 @@ fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
-    flags.generation.check_for_chat()?;
     let source = flags.model.local()?;
     let files = source.files()?;
-    let config = flags.generation.config(&files, 256)?;
+    let config = generation_config(&flags.generation, &files, 256)?;
     let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.

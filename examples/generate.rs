@@ -27,8 +27,8 @@ use overdrive::generation::{
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    CacheFlags, ConstraintFlags, GenerationFlags, ImageFlags, ModelFlags, assistant_tokenizer,
-    grids, local_model, print_error_line, print_now,
+    CacheFlags, CompletionFlags, ConstraintFlags, ImageFlags, ModelFlags, assistant_tokenizer,
+    generation_config, grids, local_model, print_error_line, print_now,
 };
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
@@ -64,7 +64,7 @@ struct Flags {
     #[command(flatten)]
     constraint: ConstraintFlags,
     #[command(flatten)]
-    generation: GenerationFlags,
+    generation: CompletionFlags,
 }
 
 fn main() -> ExitCode {
@@ -80,7 +80,7 @@ fn run(flags: &Flags) -> Result<()> {
          `--prompt-lookup-num-tokens`"
     );
     let source = flags.model.local()?;
-    let mut config = flags.generation.config(&source.files()?, 128)?;
+    let mut config = generation_config(&flags.generation, &source.files()?, 128)?;
     flags.cache.apply(&mut config)?;
     // Before the weights: what is wrong with the tokenizer or the prompts is found at once.
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;

@@ -1,13 +1,13 @@
 //! The flags for text generation.
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use clap::Args;
-use overdrive::core::{check_option, print_error_line};
+use overdrive::core::print_error_line;
 use overdrive::generation::{GenerationConfig, ModelFiles};
 use serde::Serialize;
 use serde_json::Value;
 
-/// The options of text generation; each flag overrides the key of the same name in the model's generation_config.json.
+/// The options of a chat's answers; each flag overrides the key of the same name in the model's generation_config.json.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub struct GenerationFlags {
@@ -15,25 +15,25 @@ pub struct GenerationFlags {
     #[arg(long)]
     pub max_new_tokens: Option<usize>,
     /// Sampling temperature; 0 is greedy
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub temperature: Option<f64>,
     /// Sample from the N most likely tokens; 0 is all
     #[arg(long)]
     pub top_k: Option<usize>,
     /// Sample from the smallest set of tokens with this total probability
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub top_p: Option<f64>,
     /// Sample from tokens with at least this probability relative to the most likely one
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub min_p: Option<f64>,
     /// Penalty by which the scores of earlier tokens are divided; 1 is off
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub repetition_penalty: Option<f64>,
     /// Penalty subtracted once from the scores of tokens already generated; 0 is off
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub presence_penalty: Option<f64>,
     /// Penalty subtracted from a token's score for each earlier occurrence; 0 is off
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub frequency_penalty: Option<f64>,
     /// Never repeat an n-gram of this many tokens
     #[arg(long)]
@@ -53,11 +53,24 @@ pub struct GenerationFlags {
     /// Seed for sampling
     #[arg(long)]
     pub seed: Option<u64>,
+    /// Propose this many tokens by prompt lookup and verify them in one pass
+    #[arg(long)]
+    pub prompt_lookup_num_tokens: Option<usize>,
+}
+
+/// The options of the continuation of prompts: those of a chat's answers, and those that have no effect in chats.
+#[derive(Debug, Clone, Default, Args, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub struct CompletionFlags {
+    /// The options of a chat's answers.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub generation: GenerationFlags,
     /// Number of beams in beam search
     #[arg(long)]
     pub num_beams: Option<usize>,
     /// Length penalty of a beam search; values above 0 favour long sequences, values below 0 short ones
-    #[arg(long, allow_negative_numbers = true)]
+    #[arg(long, allow_negative_numbers = true, value_parser = finite)]
     pub length_penalty: Option<f64>,
     /// Number of continuations per prompt
     #[arg(long)]
@@ -65,9 +78,6 @@ pub struct GenerationFlags {
     /// Print the log-probability of each token and of this many alternatives
     #[arg(long)]
     pub logprobs: Option<usize>,
-    /// Propose this many tokens by prompt lookup and verify them in one pass
-    #[arg(long)]
-    pub prompt_lookup_num_tokens: Option<usize>,
     /// Propose this many tokens with the assistant model
     #[arg(long)]
     pub num_assistant_tokens: Option<usize>,
@@ -80,79 +90,38 @@ fn json(text: &str) -> Result<Value, serde_json::Error> {
     serde_json::from_str(text)
 }
 
-impl GenerationFlags {
-    /// Returns the model's configuration with the flags applied. A sampling flag turns sampling on; without a length
-    /// limit, at most `default_new_tokens` are generated.
-    pub fn config(
-        &self,
-        files: &ModelFiles,
-        default_new_tokens: usize,
-    ) -> Result<GenerationConfig> {
-        self.check_finite()?;
-        let mut keys = files.generation_config()?;
-        if let Value::Object(given) = serde_json::to_value(self)? {
-            keys.extend(given.into_iter().filter(|(_, value)| !value.is_null()));
-        }
-        let sampling = [self.temperature, self.top_p, self.min_p];
-        if sampling.iter().any(Option::is_some) || self.top_k.is_some() {
-            keys.insert("do_sample".to_owned(), true.into());
-        }
-        if !keys.contains_key("max_new_tokens") && !keys.contains_key("max_length") {
-            keys.insert("max_new_tokens".to_owned(), default_new_tokens.into());
-        }
-        if let Some(name) = GenerationConfig::unknown_cache(&keys) {
-            print_error_line(format_args!(
-                "the model's `cache_implementation` is {name}, which is unknown and is ignored"
-            ));
-        }
-        Ok(GenerationConfig::from_map(&keys)?)
+/// Parses a number. JSON would turn NaN and infinities into null.
+fn finite(text: &str) -> Result<f64, String> {
+    let number: f64 = text.parse().map_err(|_| "expected a number".to_owned())?;
+    match number.is_finite() {
+        true => Ok(number),
+        false => Err("expected a finite number".to_owned()),
     }
+}
 
-    /// Checks that no flag is NaN or infinite, which JSON would turn into null.
-    fn check_finite(&self) -> Result<()> {
-        for (name, value) in [
-            ("temperature", self.temperature),
-            ("top_p", self.top_p),
-            ("min_p", self.min_p),
-            ("repetition_penalty", self.repetition_penalty),
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-            ("length_penalty", self.length_penalty),
-        ] {
-            let value = value.unwrap_or(0.0);
-            check_option(value.is_finite(), name, value, "a finite number")?;
+/// Returns the model's configuration with the flags applied, [`GenerationFlags`] or [`CompletionFlags`]. A sampling flag turns
+/// sampling on; without a length limit, at most `default_new_tokens` are generated.
+pub fn generation_config(
+    flags: &impl Serialize,
+    files: &ModelFiles,
+    default_new_tokens: usize,
+) -> Result<GenerationConfig> {
+    let mut keys = files.generation_config()?;
+    if let Value::Object(mut given) = serde_json::to_value(flags)? {
+        given.retain(|_, value| !value.is_null());
+        let sampling = ["temperature", "top_k", "top_p", "min_p"];
+        if sampling.iter().any(|key| given.contains_key(*key)) {
+            given.insert("do_sample".to_owned(), true.into());
         }
-        Ok(())
+        keys.extend(given);
     }
-
-    /// Checks that no flag is set that has no effect in a program with one sampled answer per conversation and without a
-    /// draft model.
-    ///
-    /// # Errors
-    /// With the first such flag.
-    pub fn check_for_chat(&self) -> Result<()> {
-        for (flag, is_set) in [
-            (
-                "--num-beams",
-                self.num_beams.is_some_and(|beams| beams != 1),
-            ),
-            ("--length-penalty", self.length_penalty.is_some()),
-            (
-                "--num-return-sequences",
-                self.num_return_sequences.is_some_and(|rows| rows != 1),
-            ),
-            ("--logprobs", self.logprobs.is_some()),
-            (
-                "--num-assistant-tokens",
-                self.num_assistant_tokens.is_some(),
-            ),
-            ("--prefill-chunk-size", self.prefill_chunk_size.is_some()),
-        ] {
-            ensure!(
-                !is_set,
-                "`{flag}` has no effect in chats; leave it out, or use the example `generate`"
-            );
-        }
-        Ok(())
+    if !keys.contains_key("max_new_tokens") && !keys.contains_key("max_length") {
+        keys.insert("max_new_tokens".to_owned(), default_new_tokens.into());
     }
+    if let Some(name) = GenerationConfig::unknown_cache(&keys) {
+        print_error_line(format_args!(
+            "the model's `cache_implementation` is {name}, which is unknown and is ignored"
+        ));
+    }
+    Ok(GenerationConfig::from_map(&keys)?)
 }

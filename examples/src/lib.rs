@@ -23,7 +23,7 @@ use std::io::{Write, stdout};
 pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
-pub use generation_flags::GenerationFlags;
+pub use generation_flags::{CompletionFlags, GenerationFlags, generation_config};
 pub use image_flags::{ImageFlags, grids};
 pub use local_model::{
     assistant_tokenizer, local_adapter, local_data, local_model, local_tokenizer, model_name,
