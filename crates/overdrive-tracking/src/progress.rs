@@ -202,10 +202,7 @@ fn figures(metrics: &StepMetrics) -> String {
 
 fn evaluation(metrics: &StepMetrics) -> Option<String> {
     let loss = metrics.eval_loss?;
-    let mut text = format!(
-        "eval at step {}: loss {loss:.3} nats per token",
-        metrics.step
-    );
+    let mut text = format!("eval at step {}: loss {loss:.3}", metrics.step);
     if let Some(bits) = metrics.eval_bits_per_byte {
         text.push_str(&format!(", {bits:.3} bits per byte"));
     }
@@ -333,7 +330,7 @@ mod tests {
         };
         progress.update(&metrics);
         let text = log.text();
-        let line = "eval at step 5: loss 4.432 nats per token, 2.010 bits per byte";
+        let line = "eval at step 5: loss 4.432, 2.010 bits per byte";
         assert_eq!(text.lines().nth(1), Some(line), "{text}");
     }
 

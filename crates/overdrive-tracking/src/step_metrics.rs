@@ -29,7 +29,7 @@ use crate::{Error, Result};
 pub struct StepMetrics {
     /// The number of optimizer steps, including this one: the first step is 1.
     pub step: u64,
-    /// The mean training loss of the step, in nats per token; NaN if the step had none.
+    /// The mean training loss of the step, in language modelling in nats per token; NaN if the step had none.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// The learning rate of the step (of the first parameter group).
@@ -72,7 +72,7 @@ pub struct StepMetrics {
         deserialize_with = "null_is_some_nan"
     )]
     pub mfu: Option<f64>,
-    /// The mean validation loss in nats per token, if an evaluation followed the step.
+    /// The mean validation loss in the unit of `loss`, if an evaluation followed the step.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",

@@ -527,7 +527,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     );
     // The last evaluation is another one, and is not shown as that of these weights.
     let shown = summary.to_string();
-    let line = "the weights are the best ones: eval_loss 1.000 nats per token at step 4\n";
+    let line = "the weights are the best ones: eval_loss 1.000 at step 4\n";
     assert!(shown.ends_with(line), "{shown}");
     assert_eq!(summary.evaluation.unwrap().loss, 2.2);
     let run = dir.path().join("run");

@@ -32,7 +32,7 @@ pub(super) fn loss(metrics: &[StepMetrics]) -> Chart {
     }
     Chart {
         title: "Loss",
-        y_label: "nats per token",
+        y_label: "",
         y_format: units::compact,
         from_zero: false,
         size: LARGE,

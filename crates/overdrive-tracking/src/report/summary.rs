@@ -26,8 +26,7 @@ pub(super) fn figures(report: &Report) -> Vec<Figure> {
     };
 
     let evaluated = metrics.iter().rev().find(|step| step.eval_loss.is_some());
-    let detail =
-        evaluated.map(|step| format!("nats per token, step {}", units::thousands(step.step)));
+    let detail = evaluated.map(|step| format!("step {}", units::thousands(step.step)));
     let value = evaluated.and_then(|step| step.eval_loss).map(loss_text);
     add("Validation loss", value, detail.unwrap_or_default());
     let bits = evaluated
@@ -89,8 +88,8 @@ fn final_loss(metrics: &[StepMetrics]) -> (Option<String>, String) {
     }
     let mean = losses.iter().sum::<f64>() / losses.len() as f64;
     let detail = match losses.len() {
-        1 => "nats per token, last step".to_owned(),
-        steps => format!("nats per token, last {steps} steps"),
+        1 => "last step".to_owned(),
+        steps => format!("last {steps} steps"),
     };
     (Some(loss_text(mean)), detail)
 }
@@ -162,7 +161,7 @@ mod tests {
             .collect();
         let (value, detail) = final_loss(&metrics);
         assert_eq!(value.as_deref(), Some("98.000"));
-        assert_eq!(detail, "nats per token, last 5 steps");
+        assert_eq!(detail, "last 5 steps");
     }
 
     #[test]

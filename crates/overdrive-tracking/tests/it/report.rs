@@ -203,7 +203,7 @@ fn the_loss_curve_stands_alone() {
     for part in [
         "validation",
         "training, smoothed",
-        "nats per token",
+        "Loss",
         "<style>",
         "step",
     ] {

@@ -9,7 +9,7 @@ use crate::arguments::{Metric, TrainingArguments, not_counted};
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// The mean loss in nats per token.
+    /// The mean loss, in language modelling in nats per token.
     pub loss: f64,
     /// The mean loss in bits per byte of text, if the bytes were counted.
     pub bits_per_byte: Option<f64>,

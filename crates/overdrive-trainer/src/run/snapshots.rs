@@ -90,17 +90,17 @@ pub struct BestModel {
     pub step: u64,
     /// The value of `metric_for_best_model` at this step.
     pub metric: f64,
-    /// If `true`, the metric is in bits per byte, else a loss in nats per token.
+    /// If `true`, the metric is in bits per byte, else the validation loss.
     pub is_bits_per_byte: bool,
 }
 
 impl std::fmt::Display for BestModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (name, unit) = match self.is_bits_per_byte {
-            true => ("eval_bits_per_byte", "bits per byte"),
-            false => ("eval_loss", "nats per token"),
+        let name = match self.is_bits_per_byte {
+            true => "eval_bits_per_byte",
+            false => "eval_loss",
         };
-        write!(f, "{name} {:.3} {unit} at step {}", self.metric, self.step)
+        write!(f, "{name} {:.3} at step {}", self.metric, self.step)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::RunEnd;
 /// The summary of a run.
 #[derive(Debug, Clone, Default)]
 pub struct RunSummary {
-    /// The loss of each step since the start of this process, over all processes, in nats per token.
+    /// The loss of each step since the start of this process, over all processes.
     pub losses: Vec<f64>,
     /// The last evaluation.
     pub evaluation: Option<Evaluation>,
