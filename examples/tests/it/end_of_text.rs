@@ -6,7 +6,7 @@ use std::path::Path;
 
 use clap::Parser;
 use overdrive::generation::{FinishReason, GenerationConfig, generate};
-use overdrive_examples::{CacheFlags, GenerationFlags, ModelFlags};
+use overdrive_examples::{CacheFlags, GenerationFlags, ModelFlags, generation_config};
 use serde_json::json;
 
 use crate::alone;
@@ -36,7 +36,7 @@ fn a_gguf_file_alone_ends_its_texts() {
     let flags = parse(file.as_ref(), &["--logit-bias", "{\"2\": 1000}"]);
     let model = flags.model.load().unwrap();
     let files = flags.model.files().unwrap();
-    let config = flags.generation.config(&files, 9).unwrap();
+    let config = generation_config(&flags.generation, &files, 9).unwrap();
     assert_eq!(config.max_new_tokens, Some(9));
     assert_eq!(config.eos_token_id, [2]);
     let output = generate(&model, &[vec![5, 6]], &config).unwrap();
@@ -65,7 +65,7 @@ fn a_file_or_a_folder_gives_the_tokenizer_unless_another_is_named() {
     .unwrap();
     let flags = parse(folder.path(), &["--cache", "static"]);
     let files = flags.model.files().unwrap();
-    let mut config = flags.generation.config(&files, 9).unwrap();
+    let mut config = generation_config(&flags.generation, &files, 9).unwrap();
     // The folder's cache gives way to a flag.
     flags.cache.apply(&mut config).unwrap();
     assert_eq!(config.eos_token_id, [7]);

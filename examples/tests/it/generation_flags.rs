@@ -1,26 +1,29 @@
-//! The flags for generation refuse values that would be dropped, and flags that would be ignored.
+//! The flags for generation refuse values that would be dropped, and those of a chat leave out what it would ignore.
 
 use std::fs;
 
 use clap::Parser;
 use overdrive::generation::ModelFiles;
-use overdrive_examples::GenerationFlags;
+use overdrive_examples::{CompletionFlags, GenerationFlags, generation_config};
 
 #[derive(Parser)]
-struct Program {
+struct Generate {
+    #[command(flatten)]
+    flags: CompletionFlags,
+}
+
+#[derive(Parser)]
+struct Chat {
     #[command(flatten)]
     flags: GenerationFlags,
 }
 
-fn parse(flags: &[&str]) -> GenerationFlags {
-    Program::parse_from([&["program"], flags].concat()).flags
+fn parse<P: Parser>(flags: &[&str]) -> Result<P, clap::Error> {
+    P::try_parse_from([&["program"], flags].concat())
 }
 
 #[test]
 fn numbers_that_json_cannot_hold_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    fs::write(folder.path().join("generation_config.json"), "{}").unwrap();
-    let files = ModelFiles::open(folder.path()).unwrap();
     for (flag, value) in [
         ("--temperature", "inf"),
         ("--temperature", "nan"),
@@ -28,27 +31,36 @@ fn numbers_that_json_cannot_hold_are_refused() {
         ("--repetition-penalty", "NaN"),
         ("--length-penalty", "inf"),
     ] {
-        let error = parse(&[flag, value]).config(&files, 9).unwrap_err();
-        let (error, name) = (error.to_string(), flag[2..].replace('-', "_"));
-        assert!(error.starts_with(&format!("`{name}` is ")), "{error}");
-        assert!(error.ends_with("it must be a finite number"), "{error}");
+        let error = parse::<Generate>(&[flag, value]).err().unwrap().to_string();
+        assert!(error.contains(flag), "{error}");
+        assert!(error.contains("expected a finite number"), "{error}");
     }
-    let config = parse(&["--temperature", "0.5"]).config(&files, 9).unwrap();
-    assert_eq!(config.temperature, 0.5);
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("generation_config.json"), "{}").unwrap();
+    let files = ModelFiles::open(folder.path()).unwrap();
+    let config = |flags: &[&str]| {
+        let flags = parse::<Generate>(flags).unwrap().flags;
+        generation_config(&flags, &files, 9)
+    };
+    let sampled = config(&["--temperature", "0.5", "--num-return-sequences", "2"]).unwrap();
+    assert_eq!((sampled.temperature, sampled.do_sample), (0.5, true));
+    assert_eq!(sampled.num_return_sequences, 2);
     // Keys of a map that are no token ids.
-    let error = parse(&["--logit-bias", r#"{"a": 1}"#]).config(&files, 9);
     assert_eq!(
-        error.unwrap_err().to_string(),
+        config(&["--logit-bias", r#"{"a": 1}"#])
+            .unwrap_err()
+            .to_string(),
         r#"`logit_bias` is {"a":1}; it must be an object whose keys are numbers in quotes"#
     );
 }
 
 #[test]
-fn flags_that_a_chat_would_ignore_are_refused() {
-    let flags = parse(&["--temperature", "0.5", "--num-beams", "1"]);
-    flags.check_for_chat().unwrap();
+fn a_chat_has_no_flags_that_it_would_ignore() {
     for flag in ["--logprobs", "--num-beams", "--num-assistant-tokens"] {
-        let error = parse(&[flag, "2"]).check_for_chat().unwrap_err();
-        assert!(error.to_string().contains(flag), "{error}");
+        assert!(parse::<Generate>(&[flag, "2"]).is_ok());
+        let error = parse::<Chat>(&[flag, "2"]).err().unwrap().to_string();
+        assert!(error.contains(flag), "{error}");
     }
+    let flags = parse::<Chat>(&["--top-k", "3"]).unwrap().flags;
+    assert_eq!(flags.top_k, Some(3));
 }

@@ -1,10 +1,13 @@
 use std::fmt;
 
 use overdrive_core::{Error, check_option};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde_json::{Value, json};
 
 use crate::Result;
+
+/// The values of `init_lora_weights`.
+const ALLOWED: &str = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\", \"pissa_niter_N\", \"loftq\", \"eva\" or \"corda\"";
 
 /// The initial values of A and B (`init_lora_weights`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -67,8 +70,8 @@ impl LoftqConfig {
 }
 
 impl InitLoraWeights {
-    /// Returns `true` if the initialization changes the layer's weight.
-    pub(crate) fn changes_base(self) -> bool {
+    /// Returns `true` if the initialization changes the layer's weight: the model without its adapter is then another one.
+    pub fn changes_base(self) -> bool {
         matches!(
             self,
             InitLoraWeights::Olora
@@ -90,8 +93,8 @@ impl InitLoraWeights {
     /// Returns the object `loftq_config`, which is empty for the other methods.
     pub(super) fn loftq_json(self) -> Value {
         match self {
-            InitLoraWeights::Loftq(config) => serde_json::json!(config),
-            _ => serde_json::json!({}),
+            InitLoraWeights::Loftq(config) => json!(config),
+            _ => json!({}),
         }
     }
 
@@ -105,11 +108,7 @@ impl InitLoraWeights {
 
     /// Reads the value of `init_lora_weights` and, for `"loftq"`, the object `loftq_config` beside it.
     pub(super) fn from_json(value: &Value, loftq: Option<&Value>) -> Result<InitLoraWeights> {
-        let refused = || {
-            let expected = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\", \
-                            \"pissa_niter_N\", \"loftq\", \"eva\" or \"corda\"";
-            Error::option("init_lora_weights", value, expected)
-        };
+        let refused = || Error::option("init_lora_weights", value, ALLOWED);
         match value {
             Value::Bool(true) => Ok(InitLoraWeights::Default),
             Value::Bool(false) => Ok(InitLoraWeights::Random),
@@ -131,6 +130,22 @@ impl InitLoraWeights {
             },
             _ => Err(refused().into()),
         }
+    }
+}
+
+/// The value in `adapter_config.json`.
+impl Serialize for InitLoraWeights {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        self.to_json().serialize(serializer)
+    }
+}
+
+/// Reads the value in `adapter_config.json`; `"loftq"` has its default options.
+impl<'de> Deserialize<'de> for InitLoraWeights {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let loftq = json!(LoftqConfig::default());
+        Self::from_json(&value, Some(&loftq)).map_err(|_| de::Error::custom(ALLOWED))
     }
 }
 

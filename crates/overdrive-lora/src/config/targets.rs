@@ -32,7 +32,7 @@ impl From<&str> for TargetModules {
 
 /// One name or pattern, or several.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a string or a list of strings")]
 pub enum Names {
     /// One name, which PEFT reads as a regular expression.
     One(String),
@@ -52,7 +52,7 @@ impl Names {
 
 /// The index of one layer, or several indices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "an index or a list of indices")]
 pub enum LayerIndices {
     /// One index.
     One(u64),

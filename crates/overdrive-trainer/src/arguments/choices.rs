@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::ValueEnum;
 use overdrive_checkpointing::{DeterminismCheck, SavePolicy, Schedule};
+use overdrive_lora::Names;
 use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -333,6 +334,15 @@ pub enum OneOrMany<T> {
     One(T),
     /// Several elements.
     Many(Vec<T>),
+}
+
+impl From<OneOrMany<String>> for Names {
+    fn from(given: OneOrMany<String>) -> Self {
+        match given {
+            OneOrMany::One(pattern) => Self::One(pattern),
+            OneOrMany::Many(names) => Self::Many(names),
+        }
+    }
 }
 
 pub(super) fn one_or_many<'de, D: Deserializer<'de>>(

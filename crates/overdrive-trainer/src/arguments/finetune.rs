@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
+use indexmap::IndexMap;
 use overdrive_datasets::OnBadRecord;
-use overdrive_lora::{BiasMode, LoraConfig, TargetModules};
+use overdrive_lora::{BiasMode, InitLoraWeights, LayerIndices, LoraConfig, Names, TargetModules};
 use overdrive_precision::Precision;
 use overdrive_quantization::{BlockOptions, Scheme};
 use overdrive_transformer::QuantizeOptions;
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use super::choices::{ComputeDtype, OneOrMany, Quant4Type};
 use super::key::Harmless::{Any, Only};
-use super::key::List::Names;
+use super::key::List;
 use super::key::Range::{AtLeast, NotNegative};
 use super::key::options;
 use super::training::TrainingArguments;
@@ -83,7 +84,22 @@ options! {
             /// The linear layers that get adapters: names, a regular expression, or all-linear. Default: PEFT's for the
             /// architecture.
             target_modules: Option<OneOrMany<String>> = None =>
-                Finetune("NAME", list: Names, spellings: &["lora_target_modules"], harmless: Any);
+                Finetune("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
+            /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
+            exclude_modules: Option<OneOrMany<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            /// The indices of the blocks whose layers get adapters, a number or a list. Default: all.
+            layers_to_transform: Option<LayerIndices> = None => Finetune("JSON", harmless: Any);
+            /// The name of the model's list of blocks, for `layers_to_transform`. Default: that before the first number.
+            layers_pattern: Option<OneOrMany<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            /// Ranks of single layers, by name or regular expression, such as {"q_proj": 4}. Default: none.
+            rank_pattern: IndexMap<String, i64> = IndexMap::new() => Finetune("JSON", harmless: Any);
+            /// Alphas of single layers, likewise. Default: none.
+            alpha_pattern: IndexMap<String, f64> = IndexMap::new() => Finetune("JSON", harmless: Any);
+            /// The initial values of the adapters: true (they change nothing), gaussian, orthogonal, olora, pissa,
+            /// pissa_niter_N or loftq. Default `true`.
+            init_lora_weights: InitLoraWeights = InitLoraWeights::Default => Finetune("NAME", harmless: Any);
+            /// If `true`, the second factors of the adapters have biases. Default `false`.
+            lora_bias: bool = false => Finetune("", harmless: Any);
             /// The biases that are trained as well. Default `none`.
             bias: BiasMode = BiasMode::None => Finetune("NAME", harmless: Any);
             /// If `true`, the scale is alpha / sqrt(rank). Default `false`.
@@ -92,7 +108,7 @@ options! {
             use_dora: bool = false => Finetune("", harmless: Any);
             /// The linear layers that are trained as full copies and saved with the adapter. Default: none.
             modules_to_save: Option<Vec<String>> = None =>
-                Finetune("NAME", list: Names, spellings: &["lora_modules_to_save"], harmless: Any);
+                Finetune("NAME", list: List::Names, spellings: &["lora_modules_to_save"], harmless: Any);
         }
         "Quantization" => {
             /// If `true`, the weights of the blocks are quantized to 4 bits while they are loaded (QLoRA). Default
@@ -116,7 +132,7 @@ options! {
             /// `load_in_8bit`. Default 6.
             llm_int8_threshold: f64 = 6.0 => Finetune("X", range: NotNegative, harmless: Any);
             /// The linear layers that are not quantized. Default: the head.
-            llm_int8_skip_modules: Option<Vec<String>> = None => Finetune("NAME", list: Names, harmless: Any);
+            llm_int8_skip_modules: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
         }
         hidden {
             /// The arguments of the training itself. `preset`, `model`, `tokenizer` and `vocab_size` are not used.
@@ -149,6 +165,13 @@ impl FinetuneArguments {
                     names => TargetModules::Names(names.to_vec()),
                 },
             }),
+            exclude_modules: self.exclude_modules.clone().map(Names::from),
+            layers_to_transform: self.layers_to_transform.clone(),
+            layers_pattern: self.layers_pattern.clone().map(Names::from),
+            rank_pattern: self.rank_pattern.clone().into_iter().collect(),
+            alpha_pattern: self.alpha_pattern.clone().into_iter().collect(),
+            init_lora_weights: self.init_lora_weights,
+            lora_bias: self.lora_bias,
             bias: self.bias,
             use_rslora: self.use_rslora,
             use_dora: self.use_dora,

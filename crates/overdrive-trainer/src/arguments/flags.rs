@@ -259,10 +259,12 @@ impl Key {
                 let mut texts = matches.get_many::<String>(self.name)?;
                 match texts.len() {
                     // As in PEFT, a text is a regular expression and a list has names.
-                    1 if self.name == "target_modules" => texts.next().map(|text| match text {
-                        text if text.contains(REGEX_CHARACTERS) => Value::from(text.as_str()),
-                        name => json!([name]),
-                    }),
+                    1 if matches!(self.name, "target_modules" | "exclude_modules") => {
+                        texts.next().map(|text| match text {
+                            text if text.contains(REGEX_CHARACTERS) => Value::from(text.as_str()),
+                            name => json!([name]),
+                        })
+                    }
                     _ => Some(texts.cloned().collect()),
                 }
             }

@@ -7,10 +7,12 @@ use std::fmt;
 
 use overdrive_core::text::type_in_words;
 use serde::Serialize;
-use serde::de::{self, DeserializeOwned, Expected, Unexpected};
+use serde::de::value::{MapAccessDeserializer, MapDeserializer, SeqDeserializer};
+use serde::de::{
+    self, DeserializeOwned, Deserializer, Expected, IntoDeserializer, Unexpected, Visitor,
+};
 use serde_json::{Map, Value};
 use serde_path_to_error::Segment;
-use serde_value::ValueDeserializer;
 
 use super::choices::GradientCheckpointingArguments;
 use super::key::Program;
@@ -53,12 +55,7 @@ pub(crate) fn read_arguments<T: DeserializeOwned + Serialize + Default>(
             return Err(wrong_type(origin, key.clone(), &values[key], SECTION));
         }
     }
-    let read = serde_value::to_value(values).map_err(|error| Error::Unwritable {
-        format: "values",
-        message: error.to_string(),
-    })?;
-    let read = ValueDeserializer::<Mistake>::new(read);
-    serde_path_to_error::deserialize(read).map_err(|error| {
+    serde_path_to_error::deserialize(Given(values)).map_err(|error| {
         let given = error
             .path()
             .iter()
@@ -70,6 +67,81 @@ pub(crate) fn read_arguments<T: DeserializeOwned + Serialize + Default>(
         let key = error.path().to_string();
         error.into_inner().at(origin, key, given, program)
     })
+}
+
+/// A value that is read with [`Mistake`] as the error, and with its keys in their order.
+struct Given<'a>(&'a Value);
+
+impl<'de> IntoDeserializer<'de, Mistake> for Given<'de> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
+}
+
+impl<'de> Deserializer<'de> for Given<'de> {
+    type Error = Mistake;
+
+    fn deserialize_any<V: Visitor<'de>>(
+        self,
+        visitor: V,
+    ) -> std::result::Result<V::Value, Mistake> {
+        match self.0 {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Number(number) => match (number.as_u64(), number.as_i64()) {
+                (Some(number), _) => visitor.visit_u64(number),
+                (None, Some(number)) => visitor.visit_i64(number),
+                _ => visitor.visit_f64(number.as_f64().unwrap_or(f64::NAN)),
+            },
+            Value::String(text) => visitor.visit_borrowed_str(text),
+            Value::Array(list) => visitor.visit_seq(SeqDeserializer::new(list.iter().map(Given))),
+            Value::Object(keys) => {
+                let keys = keys.iter().map(|(key, value)| (key.as_str(), Given(value)));
+                visitor.visit_map(MapDeserializer::new(keys))
+            }
+        }
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(
+        self,
+        visitor: V,
+    ) -> std::result::Result<V::Value, Mistake> {
+        match self.0 {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> std::result::Result<V::Value, Mistake> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> std::result::Result<V::Value, Mistake> {
+        match self.0 {
+            Value::String(name) => visitor.visit_enum(name.as_str().into_deserializer()),
+            Value::Object(keys) => {
+                let keys = keys.iter().map(|(key, value)| (key.as_str(), Given(value)));
+                visitor.visit_enum(MapAccessDeserializer::new(MapDeserializer::new(keys)))
+            }
+            _ => self.deserialize_any(visitor),
+        }
+    }
+
+    serde::forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
+        tuple_struct map struct identifier ignored_any
+    }
 }
 
 /// A key or a value that the arguments do not have.

@@ -45,7 +45,7 @@ pub(super) static UNSET: &[Key] = rows! { Null;
 /// Switches that Overdrive has no equivalent of, which must be off.
 #[rustfmt::skip]
 pub(super) static OFF: &[Key] = rows! { Only("false");
-    "ignore_data_skip", "do_predict", "use_qalora", "lora_bias", "ensure_weight_tying",
+    "ignore_data_skip", "do_predict", "use_qalora", "ensure_weight_tying",
     "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "precompute_ref_log_probs", "use_weighting",
     "sync_ref_model",
 };
@@ -99,12 +99,6 @@ pub(super) static KEYS: &[Key] = &[
     foreign("peft_type", Only("\"LORA\""), "adapters are LoRA's"),
     foreign("task_type", Only("\"CAUSAL_LM\""), "`finetune` trains causal language models; the examples `classify` and `seq2seq` train others"),
     foreign("lora_task_type", Only("\"CAUSAL_LM\""), "`finetune` trains causal language models; the examples `classify` and `seq2seq` train others"),
-    foreign("exclude_modules", Null, "name the layers in `target_modules`"),
-    foreign("init_lora_weights", Only("true"), ""),
-    foreign("rank_pattern", Only("{}"), ""),
-    foreign("alpha_pattern", Only("{}"), ""),
-    foreign("layers_to_transform", Null, "give `target_modules` as a regular expression"),
-    foreign("layers_pattern", Null, "give `target_modules` as a regular expression"),
     foreign("loftq_config", Only("{}"), ""),
     foreign("trainable_token_indices", Null, "name the embedding in `modules_to_save`"),
 ];

@@ -188,6 +188,7 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
         json!("other"),
         json!(["other"]),
         json!({"power": 2.0}),
+        json!({"q_proj": 2}),
         json!({"policy": "matmuls"}),
     ]);
     let fits = |value: &&Value| **value != now && key.try_value::<A>((*value).clone()).is_ok();

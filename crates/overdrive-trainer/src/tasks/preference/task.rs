@@ -49,7 +49,8 @@ impl PreferenceTask {
     ///
     /// # Errors
     /// As [`FinetuneTask::prepare`], [`DpoConfig::validate`] and [`PreferenceData::prepare`], and
-    /// [`Error::Common`](crate::Error::Common) for a `bias` that is trained, because it would change the reference.
+    /// [`Error::Common`](crate::Error::Common) for a `bias` that is trained and for an
+    /// `init_lora_weights` that changes the weights, because they would change the reference.
     pub fn prepare(
         arguments: &mut FinetuneArguments,
         config: DpoConfig,
@@ -63,6 +64,11 @@ impl PreferenceTask {
                             trained biases stay in it";
             let bias = format!("{:?}", arguments.bias).to_lowercase();
             return invalid("bias", bias, expected);
+        }
+        if arguments.use_peft && arguments.init_lora_weights.changes_base() {
+            let expected = "an initialization that leaves the weights as they are (`true`, `gaussian`, `orthogonal`) for \
+                            preferences, because the reference is the model without its adapter";
+            return invalid("init_lora_weights", arguments.init_lora_weights, expected);
         }
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
         let data = PreferenceData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use clap::Parser;
 use overdrive_distributed::ProcessGroup;
+use overdrive_lora::LoraConfig;
 use overdrive_optim::Optimizer;
 use overdrive_trainer::{FinetuneArgs, IntervalStrategy, Layers, OptimizerName, SaveStrategy};
 use overdrive_transformer::{
@@ -227,5 +228,36 @@ fn a_number_of_epochs_that_is_not_positive_is_an_error() {
     for epochs in ["0", "-1"] {
         let error = resolve(&["--epochs", epochs]).expect_err("no epochs");
         assert!(error.to_string().contains("`num_train_epochs`"), "{error}");
+    }
+}
+
+#[test]
+fn the_keys_of_peft_that_choose_layers_and_initial_values_reach_the_adapters() {
+    let own = json!({
+        "r": 8, "target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.v_proj"],
+        "layers_to_transform": [0, 2], "layers_pattern": "layers", "rank_pattern": {"v_proj": 4, "q_proj": 2},
+        "alpha_pattern": {"v_proj": 3.0}, "init_lora_weights": "orthogonal", "lora_bias": false,
+        "lora_alpha": 16, "lora_dropout": 0.1, "base_model_name_or_path": "m", "task_type": "CAUSAL_LM",
+    });
+    let layers = Layers::finetune().layer(own.clone(), "the test");
+    let config = layers.expect("known keys").arguments().lora_config();
+    let expected = LoraConfig::from_json(&own.to_string()).expect("valid");
+    assert_eq!(config, expected);
+    for (key, value, expected) in [
+        ("init_lora_weights", json!("pisa"), "\"pissa_niter_N\""),
+        (
+            "layers_to_transform",
+            json!("all"),
+            "an index or a list of indices",
+        ),
+        (
+            "rank_pattern",
+            json!({"q_proj": "4"}),
+            "rank_pattern.q_proj",
+        ),
+    ] {
+        let layer = Layers::finetune().layer(json!({ key: value }), "the test");
+        let error = layer.expect_err("a wrong value").to_string();
+        assert!(error.contains(key) && error.contains(expected), "{error}");
     }
 }
