@@ -213,10 +213,15 @@ pub enum Error {
     },
 
     /// A background thread ended before its work was done.
-    #[error(
-        "the background thread that prepares batches panicked; its message is on standard error"
-    )]
+    #[error("a background thread panicked; its message is on standard error")]
     WorkerPanicked,
+
+    /// A dataset, a sampler or a collate function panicked while a batch was made.
+    #[error("a function that makes a batch panicked: {message}")]
+    Panicked {
+        /// The message of the panic.
+        message: String,
+    },
 
     /// An error of the program's own dataset or function ([`Error::other`]).
     #[error(transparent)]
