@@ -184,8 +184,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// window of [`Window::of_means`]. With a scaler the loss is scaled here.
     ///
     /// # Errors
-    /// [`Error::Common`] if the loss does not have one element; [`Error::NotAnnounced`] without a window;
-    /// [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After an error of libtorch, such
+    /// [`Error::Common`] if the loss does not have one element; [`Error::NoGradient`] if it requires no gradient;
+    /// [`Error::NotAnnounced`] without a window; [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After an error of libtorch, such
     /// as out of memory, [`abandon`](Self::abandon) the window before the next backward.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_terms(&[loss])
@@ -281,6 +281,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     }
 
     fn accumulate(&mut self, loss: &Tensor, terms: &[&Tensor], counts: &[u64]) -> Result<()> {
+        check_requires_grad(loss)?;
         // Scaled last: the weight may be tiny, and the scaler keeps the product in the range of fp16.
         let loss = match &mut self.scaler {
             Some(scaler) => scaler.scale(loss)?,
@@ -538,6 +539,14 @@ fn check_scalars(terms: &[&Tensor]) -> Result<()> {
     };
     let expected = "one element: the sum over the tokens (Reduction::Sum)";
     Err(overdrive_core::Error::shape("loss", wrong.size(), expected).into())
+}
+
+/// Checks that backward reaches a parameter, which libtorch reports without saying what to do.
+pub(crate) fn check_requires_grad(loss: &Tensor) -> Result<()> {
+    if loss.requires_grad() {
+        return Ok(());
+    }
+    Err(Error::NoGradient)
 }
 
 fn sync_error(source: SyncError) -> Error {

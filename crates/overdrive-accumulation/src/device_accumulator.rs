@@ -3,6 +3,7 @@
 use overdrive_optim::{ClipOptions, Optimizer, clip_grad_norm, scale_grads};
 use tch::{Kind, Tensor};
 
+use crate::accumulator::check_requires_grad;
 use crate::{AccumulationConfig, Error, Result};
 
 /// The loss of a micro-batch, with its count on the device.
@@ -58,8 +59,9 @@ impl DeviceAccumulator {
     /// Adds the gradients of a micro-batch.
     ///
     /// # Errors
-    /// Errors of libtorch.
+    /// [`Error::NoGradient`] for a sum that requires no gradient, and errors of libtorch.
     pub fn backward(&mut self, loss: &DeviceLoss) -> Result<()> {
+        check_requires_grad(&loss.sum)?;
         loss.sum.f_backward()?;
         let (sum, count) = (loss.sum.f_detach()?, loss.count.f_detach()?);
         self.totals = Some(match self.totals.take() {

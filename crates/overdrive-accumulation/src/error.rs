@@ -86,6 +86,12 @@ pub enum Error {
     )]
     NothingAccumulated,
 
+    /// A loss does not depend on a parameter that is trained.
+    #[error(
+        "the loss requires no gradient, so there is nothing to accumulate; compute it outside of no_grad, from at least one parameter that requires a gradient"
+    )]
+    NoGradient,
+
     /// The synchronization over processes failed.
     #[error("synchronizing over processes failed: {source}")]
     Sync {

@@ -103,6 +103,7 @@ impl Frame {
         inputs: &[Tensor],
         options: &CheckpointOptions,
     ) -> Result<Arc<Self>> {
+        options.policy.check()?;
         let context = Context::capture(inputs, options.preserve_rng_state)?;
         // A `SavedVariable` goes through the hooks of a surrounding checkpoint, which can so recompute
         // the inputs.

@@ -8,12 +8,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use overdrive_core::check_option;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, Results};
 use overdrive_sys::{CallbackResult, random};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use crate::Error;
+use crate::{Error, Result};
 
 /// The operators whose results a checkpoint keeps from its first pass.
 ///
@@ -32,7 +33,8 @@ pub enum SavePolicy {
     Attention,
     /// The results of matrix products, convolutions and fused attention, which compute most per byte.
     MatmulsAndAttention,
-    /// The results of the operators with these names (`aten::addmm`), in every overload.
+    /// The results of the operators with these names (`aten::addmm`), in every overload. A name without its namespace
+    /// or with an overload (`aten::addmm.out`) is an error.
     Operators(Vec<String>),
     /// The results for which the function returns `true`.
     #[serde(skip)]
@@ -68,6 +70,30 @@ impl SavePolicy {
     /// ```
     pub fn custom(decide: impl Fn(&PolicyCall<'_>) -> bool + Send + Sync + 'static) -> Self {
         Self::Custom(PolicyFn(Arc::new(decide)))
+    }
+
+    /// Checks that the names of operators have the form in which they are compared: another one matches no call, and
+    /// the checkpoint would silently keep nothing.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self::Operators(names) = self else {
+            return Ok(());
+        };
+        let is_name = |name: &str| {
+            let parts = name.split_once("::");
+            parts.is_some_and(|(space, name)| {
+                !space.is_empty() && !name.is_empty() && !name.contains('.')
+            })
+        };
+        for name in names {
+            let expected = "a list of operators with their namespaces and without overloads, such as aten::addmm";
+            check_option(
+                is_name(name),
+                "policy.operators",
+                format!("a list with `{name}`"),
+                expected,
+            )?;
+        }
+        Ok(())
     }
 
     pub(crate) fn keeps_nothing(&self) -> bool {

@@ -72,6 +72,12 @@ impl FileLock {
     pub fn holder(path: impl AsRef<Path>) -> Option<String> {
         let holder = Holder::read(path.as_ref())?;
         let (who, held, remedy) = holder.describe();
+        if holder.is_here() && holder.process == std::process::id() {
+            // A program that opens a folder twice must not be told to end itself.
+            return Some(format!(
+                "this process has held the lock for {held}; drop the value that holds it first"
+            ));
+        }
         Some(format!("{who} has held the lock for {held}; {remedy}"))
     }
 
@@ -164,7 +170,7 @@ impl Holder {
         let held = now.unwrap_or_default().saturating_sub(self.since);
         let held = units::seconds(held.as_secs_f64().max(1.0));
         let Holder { process, host, .. } = self;
-        let is_here = self.namespace == namespace();
+        let is_here = self.is_here();
         let place = match is_here {
             true => String::new(),
             false if host.is_empty() => " of another machine or container".to_owned(),
@@ -180,6 +186,11 @@ impl Holder {
             format!("`kill {process}` ends it and frees the lock")
         };
         (format!("process {process}{place}"), held, remedy)
+    }
+
+    /// Returns `true` if the number of the process means one on this machine.
+    fn is_here(&self) -> bool {
+        self.namespace == namespace()
     }
 
     /// Returns `true` if the process is stopped, by Ctrl-Z or a debugger.

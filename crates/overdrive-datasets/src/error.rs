@@ -95,8 +95,8 @@ pub enum Error {
         problem: String,
     },
 
-    /// A function over a batch of records failed.
-    #[error("records {start}..{end}: {source}")]
+    /// A function over records failed: that of a batch, or of a map with an error of the program ([`Error::other`]).
+    #[error("{}: {source}", records(*start, *end))]
     Batch {
         /// The index of the first record of the batch.
         start: usize,
@@ -213,10 +213,19 @@ pub enum Error {
     },
 
     /// A background thread ended before its work was done.
-    #[error(
-        "the background thread that prepares batches panicked; its message is on standard error"
-    )]
+    #[error("a background thread panicked; its message is on standard error")]
     WorkerPanicked,
+
+    /// A dataset, a sampler or a collate function panicked while a batch was made.
+    #[error("a function that makes a batch panicked: {message}")]
+    Panicked {
+        /// The message of the panic.
+        message: String,
+    },
+
+    /// An error of the program's own dataset or function ([`Error::other`]).
+    #[error(transparent)]
+    Other(Box<dyn std::error::Error + Send + Sync>),
 
     /// An error of libtorch.
     #[cfg(feature = "tch")]
@@ -247,14 +256,51 @@ impl std::fmt::Display for RecordNumber {
     }
 }
 
+/// Returns the name of the records `start..end` in a message.
+fn records(start: usize, end: usize) -> String {
+    match end.saturating_sub(start) {
+        1 => format!("record {start}"),
+        _ => format!("records {start}..{end}"),
+    }
+}
+
 impl Error {
+    /// Returns an error of a program's own dataset or function, from any error or message: what a function of
+    /// [`crate::DatasetExt::map`] or a collate function returns if it fails. It counts as an error about a record.
+    ///
+    /// ```
+    /// use overdrive_datasets::{Dataset, DatasetExt, Error, InMemory};
+    ///
+    /// let numbers = InMemory(vec!["1", "two"]).map(|text| text.parse::<i64>().map_err(Error::other));
+    /// assert_eq!(numbers.get(0)?, 1);
+    /// let message = numbers.get(1).map_err(|error| error.to_string());
+    /// assert_eq!(message, Err("record 1: invalid digit found in string".into()));
+    /// # Ok::<(), Error>(())
+    /// ```
+    pub fn other(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Other(error.into())
+    }
+
+    /// Returns the error with the index of the record whose function failed, if it does not have a place already.
+    pub(crate) fn of_record(self, index: usize) -> Self {
+        match self {
+            Self::Other(_) => Self::Batch {
+                start: index,
+                end: index.saturating_add(1),
+                source: Box::new(self),
+            },
+            other => other,
+        }
+    }
+
     /// Returns `true` if the error is about one record, so that a policy may continue without the record
     /// (see [`crate::ErrorPolicy`]); `false` if it is about the disk, an index or an option.
     pub fn is_about_record(&self) -> bool {
         match self {
             Self::InvalidRecord { .. }
             | Self::InvalidSample { .. }
-            | Self::TokenOutOfVocabulary { .. } => true,
+            | Self::TokenOutOfVocabulary { .. }
+            | Self::Other(_) => true,
             Self::Batch { source, .. } => source.is_about_record(),
             _ => false,
         }

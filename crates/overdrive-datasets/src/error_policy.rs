@@ -88,7 +88,7 @@ impl ErrorPolicy {
     ) -> Result<Option<D::Item>> {
         let error = match dataset.get(index) {
             Ok(item) => return Ok(Some(item)),
-            Err(error) => error,
+            Err(error) => error.of_record(index),
         };
         if self == Self::Stop || !error.is_about_record() {
             return Err(error);

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::{Error, Result};
 
@@ -25,6 +26,27 @@ pub(crate) fn key(parameter: &str, tensor: &str) -> String {
 
 pub(crate) fn mismatch(problem: String) -> Error {
     Error::StateMismatch { problem }
+}
+
+/// Checks that a stored state is that of the optimizer `own`, in this version of its format. It comes before the rest is
+/// read: the options of another optimizer are unknown fields, whose error would not tell the mistake.
+pub(crate) fn check_optimizer(metadata: &Value, own: &str, version: u32) -> Result<()> {
+    if let Some(stored) = metadata["optimizer"].as_str()
+        && stored != own
+    {
+        return Err(mismatch(format!(
+            "it is the state of `{stored}`, and this optimizer is `{own}`; load it into `{stored}`, or train on \
+             without it"
+        )));
+    }
+    if let Some(stored) = metadata["format_version"].as_u64()
+        && stored != u64::from(version)
+    {
+        return Err(mismatch(format!(
+            "it has format {stored} of `{own}`; it must have format {version}"
+        )));
+    }
+    Ok(())
 }
 
 /// Checks that every parameter is in the same group in the optimizer and in the stored state.

@@ -9,7 +9,9 @@ use tch::Tensor;
 
 use crate::checks::{TensorSpec, bytes, disjoint, gradient_of};
 use crate::parameter_states::GroupedParameters;
-use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
+use crate::state_metadata::{
+    GroupMetadata, check_empty, check_groups, check_optimizer, key, mismatch,
+};
 use crate::{OptimizerId, ParamGroup, Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
@@ -231,16 +233,9 @@ impl<R: Rule> Engine<R> {
 
     pub(crate) fn load_state_dict(&mut self, state: &StateDict) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
+        check_optimizer(&state.metadata, R::NAME, FORMAT_VERSION)?;
         let metadata = Metadata::deserialize(&state.metadata)
             .map_err(|e| mismatch(format!("its metadata is not that of `{}` ({e})", R::NAME)))?;
-        if metadata.format_version != FORMAT_VERSION || metadata.optimizer != R::NAME {
-            return Err(mismatch(format!(
-                "it is format {} of `{}`; it must be format {FORMAT_VERSION} of `{}`",
-                metadata.format_version,
-                metadata.optimizer,
-                R::NAME
-            )));
-        }
         check_groups(&self.parameters.metadata(), &metadata.groups)?;
         let config = R::Config::deserialize(&metadata.config)
             .map_err(|e| mismatch(format!("its options are not those of `{}` ({e})", R::NAME)))?;

@@ -100,12 +100,28 @@ struct Registry {
     registered: BTreeMap<String, Scope>,
 }
 
+/// Returns a value as JSON, from which it can be restored. JSON has no NaN: it would become `null`, and the snapshot would
+/// be refused by the run that resumes.
+fn restorable<T: Serialize + DeserializeOwned>(
+    value: &T,
+) -> std::result::Result<StateDict, StateError> {
+    let state = StateDict::of_value(value)?;
+    match state.value::<T>() {
+        Ok(_) => Ok(state),
+        Err(error) => Err(format!(
+            "it could not be read back from JSON, which has no NaN or infinity ({error}); store such a number in another \
+             form, such as an Option"
+        )
+        .into()),
+    }
+}
+
 /// A value that is serialized as JSON.
 struct Json<'a, T>(&'a mut T);
 
 impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
     fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
-        StateDict::of_value(&*self.0)
+        restorable(&*self.0)
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
@@ -140,7 +156,7 @@ where
     F: FnOnce(T) -> std::result::Result<(), E>,
 {
     fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
-        StateDict::of_value(&self.state)
+        restorable(&self.state)
     }
 
     fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
@@ -191,7 +207,8 @@ impl<'a> RunState<'a> {
         self.entry(name, Scope::Rank, Value::Stateful(value))
     }
 
-    /// Registers a plain value, serialized as JSON: counters, options.
+    /// Registers a plain value, serialized as JSON: counters, options. JSON has no NaN and no infinity, so saving a value
+    /// with such a number is an error.
     pub fn value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
         self.entry(name, Scope::Run, Value::Owned(Box::new(Json(value))))
     }

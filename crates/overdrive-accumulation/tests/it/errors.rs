@@ -70,6 +70,11 @@ fn misuse_is_an_error_that_names_the_remedy() {
         error.contains("`loss` has shape [3]; it must be one element: the sum"),
         "{error}"
     );
+    let constant = tch::no_grad(|| model.loss_sum(&batch));
+    assert!(matches!(
+        accumulator.backward_counted(&constant, 3),
+        Err(Error::NoGradient)
+    ));
 
     let error = accumulator
         .backward(&model.loss_sum(&batch))

@@ -254,6 +254,17 @@ fn a_kept_operator_that_is_called_more_often_is_an_error_that_names_it() {
     );
 }
 
+#[test]
+fn the_name_of_an_operator_that_no_call_can_have_is_refused() {
+    let x = leaf();
+    for name in ["mm", "aten::mm.default", "aten::", "::mm"] {
+        let options = CheckpointOptions::keeping(SavePolicy::Operators(vec![name.to_owned()]));
+        let error = checkpoint_with(&[&x], &options, |inputs| Ok(inputs[0].f_exp()?)).unwrap_err();
+        let start = format!("`policy.operators` is a list with `{name}`; it must be");
+        assert!(error.to_string().starts_with(&start), "{error}");
+    }
+}
+
 /// Returns a closure that counts the runs that reach its end.
 fn counting(
     ends: &Arc<AtomicUsize>,

@@ -237,18 +237,24 @@ impl CsvRow {
     /// ignored.
     ///
     /// # Errors
-    /// Returns an error if there is no such column, or if its field cannot be parsed.
+    /// Returns an error if the file has no such column, and an error about the record if the row ends before it or
+    /// its field cannot be parsed.
     pub fn parse<T: FromStr>(&self, column: &str) -> Result<T> {
-        let invalid =
-            |value: String, expected: &'static str| CommonError::option("column", value, expected);
-        let field = self
-            .get(column)
-            .ok_or_else(|| invalid(column.to_owned(), "the name of a column of the file"))?;
-        let value = field.trim().parse();
-        Ok(value.map_err(|_| {
-            let value = format!("{column} ({field:?} as {})", std::any::type_name::<T>());
-            invalid(value, "a field that can be read as this type")
-        })?)
+        let Some(position) = self.columns.position(column) else {
+            let expected = format!("a column of the file: {}", self.columns.names().join(", "));
+            return Err(CommonError::option("column", format!("`{column}`"), expected).into());
+        };
+        let Some(field) = self.field(position) else {
+            let fields = self.len();
+            let problem = format!("the row has {fields} field(s), so none in column `{column}`");
+            return Err(Error::other(problem));
+        };
+        field.trim().parse().map_err(|_| {
+            let wanted = std::any::type_name::<T>();
+            Error::other(format!(
+                "the field {field:?} of column `{column}` is not a valid {wanted}"
+            ))
+        })
     }
 }
 

@@ -1,7 +1,7 @@
 //! The share of one process among those that train together.
 
 use crate::Result;
-use overdrive_core::check_option;
+use overdrive_core::{check_at_least, check_option};
 
 /// The handling of the last records, or batches, that do not give every process one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -41,8 +41,9 @@ impl Shard {
     /// Returns the share of process `rank` of `world_size`.
     ///
     /// # Errors
-    /// Returns an error if `rank` is not below `world_size`.
+    /// Returns an error if `world_size` is 0, or if `rank` is not below it.
     pub fn new(rank: usize, world_size: usize, last: LastShare) -> Result<Self> {
+        check_at_least("world_size", world_size, 1)?;
         let expected = format!("below `world_size`, {world_size}");
         check_option(rank < world_size, "rank", rank, expected)?;
         Ok(Self {

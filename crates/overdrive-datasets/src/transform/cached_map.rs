@@ -93,7 +93,10 @@ impl MapCache<'_> {
         T: Serialize + DeserializeOwned + Send,
     {
         let path = self.path(options)?;
-        let result = |index: usize| Ok(vec![function(dataset.get(index)?)?]);
+        let result = |index: usize| {
+            let converted = function(dataset.get(index)?);
+            Ok(vec![converted.map_err(|error| error.of_record(index))?])
+        };
         let unchanged = || dataset.check_unchanged();
         let results = results(&path, dataset.len(), 1, result, unchanged, options)?;
         if results.len() != dataset.len() {

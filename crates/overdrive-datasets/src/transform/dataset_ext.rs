@@ -23,6 +23,9 @@ use crate::{Dataset, ErrorPolicy, Result};
 pub trait DatasetExt: Dataset + Sized {
     /// Applies `function` to each record whenever it is read. [`crate::MapCache`] caches the results of expensive
     /// functions.
+    ///
+    /// [`crate::Error::other`] converts any error of the function; reading the record then returns it with the
+    /// record's index, and [`ErrorPolicy::Skip`] skips the record.
     fn map<T, F: Fn(Self::Item) -> Result<T> + Send + Sync>(self, function: F) -> Map<Self, F> {
         Map::new(self, function)
     }
@@ -113,7 +116,7 @@ pub trait DatasetExt: Dataset + Sized {
     /// each record once, and their lengths differ by at most one.
     ///
     /// # Errors
-    /// Returns an error if `index` is not below `count`.
+    /// Returns an error if `count` is 0, or if `index` is not below it.
     fn shard(self, index: usize, count: usize) -> Result<Selection<Self>> {
         Selection::shard(self, index, count)
     }

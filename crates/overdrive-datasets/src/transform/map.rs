@@ -27,7 +27,7 @@ where
     }
 
     fn get(&self, index: usize) -> Result<T> {
-        (self.function)(self.dataset.get(index)?)
+        (self.function)(self.dataset.get(index)?).map_err(|error| error.of_record(index))
     }
 
     fn prefetch(&self, indices: &[usize]) {

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use crate::index::{OffsetTable, OffsetsWriter};
 use crate::sampling::Permutation;
 use crate::{Dataset, Error, Result};
-use overdrive_core::check_option;
+use overdrive_core::{check_at_least, check_option};
 
 /// A selection of the records of a dataset in some order. It takes at most two bytes per record.
 #[derive(Debug, Clone)]
@@ -111,6 +111,7 @@ impl<D: Dataset> Selection<D> {
     }
 
     pub(crate) fn shard(dataset: D, index: usize, count: usize) -> Result<Self> {
+        check_at_least("count", count, 1)?;
         check_option(
             index < count,
             "index",

@@ -5,8 +5,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
-    RecordNumber, Result, Shard, ShardedBatches, TokenBudgetBatches, TokenBudgetOptions,
+    DataLoader, DataLoaderOptions, Dataset, DatasetExt, Error, ErrorPolicy, InMemory,
+    LengthGroupedBatches, LoaderState, RecordNumber, Result, Shard, ShardedBatches,
+    TokenBudgetBatches, TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -452,8 +453,37 @@ fn a_panic_in_a_worker_is_an_error_of_its_batch() {
         let options = options(1, workers);
         let batches = options.batches(4).unwrap();
         let mut loader = DataLoader::with(Numbers::new(4), batches, collate, options).unwrap();
-        let outcomes: Vec<bool> = loader.epoch().map(|batch| batch.is_ok()).collect();
-        assert_eq!(outcomes, [true, true, false, true]);
+        let outcomes: Vec<_> = loader
+            .epoch()
+            .map(|batch| batch.map_err(|e| e.to_string()))
+            .collect();
+        assert_eq!(outcomes.iter().filter(|batch| batch.is_ok()).count(), 3);
+        let message = outcomes[2].as_ref().unwrap_err();
+        assert!(message.ends_with("panicked: no twos"), "{message}");
+    }
+}
+
+#[test]
+fn an_error_of_the_program_names_its_record_and_follows_the_policy() {
+    let texts = || InMemory(vec!["1", "two", "3", "4"]);
+    let loader = |workers, on_error| {
+        let numbers = texts().map(|text| text.parse::<usize>().map_err(Error::other));
+        let options = DataLoaderOptions {
+            on_error,
+            ..options(2, workers)
+        };
+        DataLoader::new(numbers, options).unwrap()
+    };
+    for workers in [0, 2] {
+        let mut stopping = loader(workers, ErrorPolicy::Stop);
+        let first = stopping.next_batch().unwrap().unwrap_err().to_string();
+        assert_eq!(first, "record 1: invalid digit found in string");
+        assert_eq!(stopping.next_batch().unwrap().unwrap(), [3, 4]);
+
+        let mut skipping = loader(workers, ErrorPolicy::Skip);
+        let kept: Vec<usize> = skipping.epoch().flat_map(Result::unwrap).collect();
+        assert_eq!(kept, [1, 3, 4]);
+        assert_eq!(skipping.errors().first()[0], first);
     }
 }
 

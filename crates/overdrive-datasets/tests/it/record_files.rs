@@ -70,10 +70,18 @@ fn columns_have_the_names_of_the_header_and_rows_of_all_files_follow_one_another
     assert_eq!(rows.get(2).unwrap().get("name"), Some("th\tree"));
     assert_eq!(rows.get(2).unwrap().get("none"), None);
     let error = rows.get(0).unwrap().parse::<u32>("name").unwrap_err();
+    let problem = "the field \"one\" of column `name` is not a valid u32";
+    assert_eq!(error.to_string(), problem);
+    assert!(error.is_about_record());
+    // A column that the file does not have is a mistake of the program, which no policy skips.
+    let error = rows.get(0).unwrap().parse::<u32>("nam").unwrap_err();
     assert!(
-        error.to_string().contains("name (\"one\" as u32)"),
+        error
+            .to_string()
+            .ends_with("a column of the file: id, name"),
         "{error}"
     );
+    assert!(!error.is_about_record());
     let location = rows.records().location(2).unwrap();
     assert_eq!(
         (location.path, location.offset),

@@ -139,7 +139,10 @@ fn datasets_follow_one_another_and_are_mapped() {
     let both = numbers(3).concat(second).map(|number| Ok(number * 10));
     assert_eq!(all(&both), [0, 10, 20, 500, 510]);
     assert!(numbers(3).shard(3, 3).is_err());
-    assert!(numbers(3).shard(0, 0).is_err());
+    let none = numbers(3).shard(0, 0).unwrap_err().to_string();
+    assert!(none.starts_with("`count` is 0"), "{none}");
+    let none = Shard::new(0, 0, LastShare::Repeat).unwrap_err().to_string();
+    assert!(none.starts_with("`world_size` is 0"), "{none}");
     assert!(numbers(3).split(1.5, 0).is_err());
     assert!(numbers(3).split(f64::NAN, 0).is_err());
 }

@@ -346,7 +346,7 @@ fn options_outside_their_range_are_refused_by_name() {
                 world_size: 0,
                 ..Default::default()
             },
-            "`rank` is 0; it must be below `world_size`, 0",
+            "`world_size` is 0; it must be at least 1",
         ),
         (
             DataLoaderOptions {

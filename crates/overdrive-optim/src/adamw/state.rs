@@ -7,10 +7,13 @@ use tch::{Kind, Tensor};
 
 use super::bucket::Moments;
 use super::optimizer::AdamW;
-use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
+use crate::state_metadata::{
+    GroupMetadata, check_empty, check_groups, check_optimizer, key, mismatch,
+};
 use crate::{Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
+const NAME: &str = "adamw";
 const STEP: &str = "step";
 const EXP_AVG: &str = "exp_avg";
 const EXP_AVG_SQ: &str = "exp_avg_sq";
@@ -60,7 +63,7 @@ impl AdamW {
         }
         let metadata = Metadata {
             format_version: FORMAT_VERSION,
-            optimizer: "adamw".into(),
+            optimizer: NAME.into(),
             betas: self.config.betas,
             eps: self.config.eps,
             amsgrad: self.config.amsgrad,
@@ -74,14 +77,9 @@ impl AdamW {
     }
 
     pub(super) fn restore_state(&mut self, state: &StateDict) -> Result<()> {
+        check_optimizer(&state.metadata, NAME, FORMAT_VERSION)?;
         let metadata = Metadata::deserialize(&state.metadata)
             .map_err(|e| mismatch(format!("its metadata is not AdamW's ({e})")))?;
-        if metadata.format_version != FORMAT_VERSION || metadata.optimizer != "adamw" {
-            return Err(mismatch(format!(
-                "it is format {} of `{}`, expected format {FORMAT_VERSION} of `adamw`",
-                metadata.format_version, metadata.optimizer
-            )));
-        }
         check_groups(&self.parameters.metadata(), &metadata.groups)?;
         self.check_tensors(&metadata, &state.tensors)?;
 

@@ -135,8 +135,19 @@ fn the_error_of_a_state_of_another_optimizer_or_shape_names_the_tensors() {
     let message = sgd.load_state_dict(&state).unwrap_err().to_string();
     assert_eq!(
         message,
-        "the optimizer state does not fit: it is format 1 of `lion`; it must be format 1 of `sgd`"
+        "the optimizer state does not fit: it is the state of `lion`, and this optimizer is `sgd`; load it into \
+         `lion`, or train on without it"
     );
+    // AdamW stores its options in another form.
+    let mut adamw = AdamW::new(run.groups(), AdamWConfig::default()).unwrap();
+    for message in [
+        adamw.load_state_dict(&state).unwrap_err().to_string(),
+        lion.load_state_dict(&adamw.state_dict().unwrap())
+            .unwrap_err()
+            .to_string(),
+    ] {
+        assert!(message.contains("fit: it is the state of `"), "{message}");
+    }
     let wrong = Tensor::zeros([4], cpu(Kind::Float));
     state.tensors.remove("norm.weight.exp_avg");
     state.tensors.insert("proj.weight.exp_avg".into(), wrong);

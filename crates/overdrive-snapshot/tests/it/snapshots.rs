@@ -187,14 +187,39 @@ fn names_that_cannot_be_files_are_refused() {
 }
 
 #[test]
+fn a_value_that_cannot_be_restored_is_not_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    for mut losses in [vec![1.0, f64::NAN], vec![f64::INFINITY]] {
+        let state = RunState::new().value("losses", &mut losses);
+        let error = manager.save_state(1, None, state).unwrap_err().to_string();
+        let start =
+            "`losses` cannot be saved: it could not be read back from JSON, which has no NaN";
+        assert!(error.starts_with(start), "{error}");
+    }
+    assert_eq!(manager.list().unwrap().len(), 0);
+    let mut losses = vec![Some(1.0), None];
+    let state = RunState::new().value("losses", &mut losses);
+    manager.save_state(1, None, state).unwrap();
+    assert_eq!(failures(manager.wait().unwrap()).len(), 0);
+}
+
+#[test]
 fn two_runs_do_not_write_into_one_folder() {
     let dir = tempfile::tempdir().unwrap();
     let first = open(dir.path(), None, None);
     let error = SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap_err();
     assert!(matches!(error, Error::Locked { .. }), "{error}");
-    // This process, as it has written itself into the lock.
-    let holder = format!("(process {} has held the lock for ", std::process::id());
-    assert!(error.to_string().contains(&holder), "{error}");
+    // Not "`kill …` ends it": it is this process.
+    let error = error.to_string();
+    assert!(
+        error.contains("(this process has held the lock for "),
+        "{error}"
+    );
+    assert!(
+        error.contains("; drop the value that holds it first)"),
+        "{error}"
+    );
     drop(first);
     SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap();
 }

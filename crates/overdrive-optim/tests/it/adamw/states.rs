@@ -104,7 +104,7 @@ fn the_error_of_other_parameters_or_groups_names_them() {
     );
     let message = state_error(|state| state.metadata["format_version"] = 9.into());
     assert!(
-        message.contains("format 9 of `adamw`, expected format 1"),
+        message.contains("format 9 of `adamw`; it must have format 1"),
         "{message}"
     );
 }
