@@ -337,10 +337,5 @@ fn without_backtrace(error: &tch::TchError) -> String {
         tch::TchError::Torch(text) => text.clone(),
         other => other.to_string(),
     };
-    // libtorch appends a C++ stack trace.
-    text.split("\nException raised from")
-        .next()
-        .unwrap_or(&text)
-        .trim()
-        .to_owned()
+    overdrive_sys::without_backtrace(&text)
 }

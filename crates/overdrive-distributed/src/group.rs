@@ -330,12 +330,7 @@ impl ProcessGroup {
     #[must_use]
     pub fn explain(&self, error: &dyn std::error::Error) -> Option<Error> {
         let failure = self.failure()?;
-        let seen = error.to_string();
-        // libtorch appends a C++ stack trace, which hides the cause in a log.
-        let seen = seen
-            .split("\nException raised from")
-            .next()
-            .unwrap_or(&seen);
+        let seen = overdrive_sys::without_backtrace(&error.to_string());
         Some(Error::Collective {
             ranks: failure.ranks,
             message: if seen.contains(&failure.text) {

@@ -1,11 +1,12 @@
-// Start-up before `main`: loads the CUDA back end if its library lies beside libtorch_cpu, so that one
-// binary, which is linked only against the CPU libraries, uses a GPU if there is one.
+// Start-up before `main`: settings of libtorch for the whole process, and the CUDA back end. It is loaded if its library
+// lies beside libtorch_cpu, so that one binary, which is linked only against the CPU libraries, uses a GPU if there is one.
 // `OVERDRIVE_NO_CUDA=1` in the environment disables this, and hides the GPUs from a binary that is linked against
 // the CUDA libraries, which nothing can keep from being loaded.
 #include "guard.h"
 #include "startup.h"
 
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Logging.h>
 
 #include <dlfcn.h>
 
@@ -65,6 +66,14 @@ CudaLibrary load_cuda() {
   return result;
 }
 
+// Leaves the C++ frames out of libtorch's errors, as Python does: some twenty lines that hide the message, and whose names
+// take longer to look up than most operations. `TORCH_SHOW_CPP_STACKTRACES=1` keeps them, as in PyTorch.
+void leave_out_frames() {
+  const char* show = std::getenv("TORCH_SHOW_CPP_STACKTRACES");
+  if (show && std::string(show) == "1") return;
+  c10::SetStackTraceFetcher([] { return std::string(); });
+}
+
 const CudaLibrary& cuda_library() {
   static const CudaLibrary library = load_cuda();
   return library;
@@ -81,6 +90,7 @@ struct Startup {
     // Before the CUDA runtime reads it, for a binary that is linked against it. An empty list has no GPU.
     if (is_disabled()) setenv("CUDA_VISIBLE_DEVICES", "", 1);
     try {
+      leave_out_frames();
       const auto& library = cuda_library();
       // Else the program would run on the CPU in silence. On standard error, because no log exists before `main`.
       if (library.state == FAILED) {

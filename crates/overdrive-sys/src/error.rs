@@ -56,6 +56,23 @@ pub enum Error {
     Tch(#[from] tch::TchError),
 }
 
+/// Returns the text of an error without the lines in which libtorch says where in C++ it was raised. The frames below them
+/// are there only with `TORCH_SHOW_CPP_STACKTRACES=1` in the environment, as in PyTorch; then they are kept.
+///
+/// ```
+/// let text = "shape '[7]' is invalid\nException raised from infer_size at /src/shape.h:59 (most recent call first):\n";
+/// assert_eq!(overdrive_sys::without_backtrace(text), "shape '[7]' is invalid");
+/// ```
+pub fn without_backtrace(text: &str) -> String {
+    if text.contains("\nframe #") {
+        return text.to_owned();
+    }
+    let kept = text
+        .lines()
+        .filter(|line| !line.starts_with("Exception raised from "));
+    kept.collect::<Vec<_>>().join("\n").trim_end().to_owned()
+}
+
 /// The result of a call into libtorch.
 pub type Result<T> = std::result::Result<T, Error>;
 

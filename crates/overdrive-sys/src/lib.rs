@@ -92,5 +92,5 @@ pub mod threads;
 pub mod transfer;
 
 pub use callback::{CallbackError, CallbackResult, panic_text};
-pub use error::{Error, Result, is_out_of_memory};
+pub use error::{Error, Result, is_out_of_memory, without_backtrace};
 pub use scalar_type::ScalarType;

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use overdrive_core::{
     INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE, print_error_line,
 };
+use overdrive_sys::without_backtrace;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
@@ -91,11 +92,7 @@ where
                 text = format!("{text}: {cause}");
             }
         }
-        let keeps_frames = std::env::var_os(SHOWS_FRAMES).is_some_and(|value| value == "1");
-        if !keeps_frames {
-            text = without_frames(&text);
-        }
-        print_error_line(format_args!("error: {text}"));
+        print_error_line(format_args!("error: {}", without_backtrace(&text)));
         match of_group(error) {
             Some(overdrive_distributed::Error::Collective { ranks, .. }) if !ranks.is_empty() => {
                 ExitCode::from(LOST_PEER_EXIT_CODE)
@@ -103,17 +100,6 @@ where
             _ => ExitCode::FAILURE,
         }
     })
-}
-
-/// The variable with which PyTorch shows the frames of libtorch in an error.
-const SHOWS_FRAMES: &str = "TORCH_SHOW_CPP_STACKTRACES";
-
-/// Removes the C++ frames that libtorch appends to its messages, some thousand characters that hide the error.
-fn without_frames(text: &str) -> String {
-    let is_frame =
-        |line: &&str| line.starts_with("Exception raised from ") || line.starts_with("frame #");
-    let lines: Vec<&str> = text.lines().filter(|line| !is_frame(line)).collect();
-    lines.join("\n").trim_end().to_owned()
 }
 
 pub use overdrive_core::print_line;
@@ -144,29 +130,4 @@ fn print_warnings() {
     let subscriber = tracing_subscriber::registry().with(lines).with(selected);
     // This call fails if the program has installed a subscriber already, which then prints the warnings.
     let _ = subscriber.try_init();
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_frames_of_libtorch_are_left_out_of_an_error_and_the_remedy_after_them_is_kept() {
-        let error = tch::Tensor::from_slice(&[1.0, 2.0, 3.0])
-            .f_reshape([7])
-            .expect_err("another number of elements");
-        let text = format!("cannot start: {error}; use another shape\nor none");
-        assert!(text.contains("\nframe #0: "), "{text}");
-        let shown = without_frames(&text);
-        assert!(
-            shown.starts_with("cannot start: Internal torch error: shape '[7]' is invalid"),
-            "{shown}"
-        );
-        assert!(shown.contains("use another shape\nor none"), "{shown}");
-        assert!(
-            !shown.contains("frame #") && !shown.contains("Exception raised"),
-            "{shown}"
-        );
-        assert_eq!(without_frames("no frames\n\nhere"), "no frames\n\nhere");
-    }
 }
