@@ -322,6 +322,30 @@ fn a_message_with_an_empty_list_of_calls_is_one_without() {
 }
 
 #[test]
+fn a_message_with_calls_and_no_text_has_an_empty_one() {
+    // An error if the content of a message is not a text.
+    let source = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}";
+    let server = TestServer::with(|_| {}, |_| {}, Some(ChatTemplate::new(source).unwrap()));
+    let tokens = |answer: Value| {
+        let body =
+            json!({"messages": [{"role": "user", "content": "hi"}, answer], "max_tokens": 1});
+        ask(&server, &body).json()["usage"]["prompt_tokens"].clone()
+    };
+    let calls =
+        json!([{"id": "1", "type": "function", "function": {"name": "x", "arguments": "{}"}}]);
+    for answer in [
+        json!({"role": "assistant", "content": null, "tool_calls": calls}),
+        json!({"role": "assistant", "tool_calls": calls}),
+        json!({"role": "assistant", "content": null, "refusal": "no"}),
+    ] {
+        assert_eq!(tokens(answer.clone()), 6, "{answer}");
+    }
+    // A refusal may also be a part of the content.
+    let answer = json!({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]});
+    assert_eq!(tokens(answer), 8);
+}
+
+#[test]
 fn tools_change_the_prompt_unless_none_may_be_called() {
     let server = TestServer::start(|_| {});
     let mut body = json!({"messages": user("go"), "max_tokens": 5, "temperature": 0});
