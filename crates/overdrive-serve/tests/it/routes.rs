@@ -27,6 +27,9 @@ fn the_model_is_listed_and_found_by_its_name() {
         (&error["code"], &error["param"]),
         (&json!("model_not_found"), &json!("model"))
     );
+    // A path is bytes, and need not be text.
+    let error = get(server.address, "/v1/models/%ff").error(400);
+    assert_eq!(error["param"], "model");
     let body = json!({"model": "other", "prompt": "a"});
     let error = post(server.address, "/v1/completions", &body).error(404);
     assert!(error["message"].as_str().unwrap().contains(NAME), "{error}");
