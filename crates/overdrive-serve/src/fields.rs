@@ -29,6 +29,14 @@ impl Fields {
             let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
             return Err(ApiError::new(status, "unsupported_media_type", message));
         }
+        let coding = request.headers().get(header::CONTENT_ENCODING);
+        if let Some(coding) =
+            coding.filter(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"identity"))
+        {
+            let message = format!("`Content-Encoding` is {coding:?}; send the body uncompressed");
+            let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            return Err(ApiError::new(status, "unsupported_media_type", message));
+        }
         let length = request.headers().get(header::CONTENT_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
         let most = options.max_body_bytes;

@@ -133,6 +133,12 @@ fn a_body_that_is_no_json_object_is_refused() {
             .contains("application/json"),
         "{error}"
     );
+    let error = ask(&[("Content-Encoding", "gzip")], "{\"prompt\": \"a\"}").error(415);
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains("\"gzip\"; send the body uncompressed"),
+        "{error}"
+    );
     let kind = ("Content-Type", "application/json; charset=utf-8");
     assert_eq!(
         ask(&[kind], "{\"prompt\": \"a\", \"max_tokens\": 1}").status,
