@@ -25,7 +25,9 @@ use overdrive::core::text::{Lines, in_one_line};
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
-use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_error_line};
+use overdrive_examples::{
+    GenerationFlags, ModelFlags, TemplateFlags, check_output_file, print_error_line,
+};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
@@ -77,6 +79,9 @@ fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
+    if flags.output != Path::new("-") {
+        check_output_file("--output", &flags.output)?;
+    }
     flags.generation.check_for_chat()?;
     let source = flags.model.local()?;
     let files = source.files()?;
@@ -177,7 +182,10 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
 fn open(path: &Path) -> Result<Box<dyn Write>> {
     Ok(match path.to_str() {
         Some("-") => Box::new(stdout()),
-        _ => Box::new(File::create(path).with_context(|| path.display().to_string())?),
+        _ => {
+            let file = File::create(path);
+            Box::new(file.with_context(|| format!("cannot write {}", path.display()))?)
+        }
     })
 }
 
