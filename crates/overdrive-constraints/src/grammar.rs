@@ -8,6 +8,7 @@ use overdrive_generation::{Constraint, Error, Result, TokenMask};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+use crate::formats::remove_annotations;
 use crate::recursion::endless_reference;
 use crate::token_bytes::token_bytes;
 
@@ -111,7 +112,7 @@ impl GrammarConstraint {
     }
 
     /// Builds a constraint that makes the whole text JSON that conforms to `schema`. Spaces after separators are
-    /// optional.
+    /// optional. A `format` that is none of JSON Schema's restricts nothing.
     ///
     /// # Errors
     /// [`Error::Constraint`] if the schema is invalid, uses an unsupported keyword, or is infinitely recursive.
@@ -125,7 +126,9 @@ impl GrammarConstraint {
                  an alternative in `anyOf`, or remove its property from `required`"
             )));
         }
-        let grammar = TopLevelGrammar::from_json_schema(schema.clone());
+        let mut schema = schema.clone();
+        remove_annotations(&mut schema);
+        let grammar = TopLevelGrammar::from_json_schema(schema);
         GrammarConstraint::new(vocabulary, grammar)
     }
 

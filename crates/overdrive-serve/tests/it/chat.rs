@@ -217,7 +217,34 @@ fn answers_fit_the_schema_of_the_response_format() {
     assert_eq!(answer["choices"][0]["text"], "{}");
     let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}});
     let body = json!({"messages": user("x"), "response_format": schema, "max_tokens": 5});
-    assert_eq!(ask(&server, &body).error(400)["param"], "response_format");
+    let error = ask(&server, &body).error(400);
+    assert_eq!(error["param"], "response_format");
+    let begin = "`response_format` has a schema that cannot be enforced: ";
+    assert!(
+        error["message"].as_str().unwrap().starts_with(begin),
+        "{error}"
+    );
+    // To JSON Schema, formats that it does not define are annotations.
+    for format in [
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "path",
+        "binary",
+        "password",
+    ] {
+        let schema = json!({"schema": {"type": "string", "format": format}});
+        let format = json!({"type": "json_schema", "json_schema": schema});
+        let body = json!({"messages": user("x"), "response_format": format, "max_tokens": 1});
+        assert_eq!(ask(&server, &body).status, 200, "{body}");
+    }
 }
 
 fn tools() -> Value {
