@@ -34,7 +34,7 @@ const UNSUPPORTED: &[&str] = &[
 ];
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
 enum OneOrMany {
     One(String),
     Many(Vec<String>),

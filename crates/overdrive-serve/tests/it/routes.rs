@@ -173,6 +173,11 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         ),
         (json!({"stop": [long]}), "stop", "1024 bytes"),
         (json!({"stop": ""}), "stop", "1 to 1024"),
+        (
+            json!({"stop": [1]}),
+            "stop",
+            "`stop` is [1]; it must be a string or a list of strings",
+        ),
         (json!({"n": 0}), "n", "from 1 to 128"),
         (json!({"n": 2, "temperature": 0}), "n", "temperature"),
         (json!({"n": 2, "temperature": 1e-40}), "n", "temperature"),
