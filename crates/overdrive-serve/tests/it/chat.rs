@@ -245,6 +245,13 @@ fn answers_fit_the_schema_of_the_response_format() {
         let body = json!({"messages": user("x"), "response_format": format, "max_tokens": 1});
         assert_eq!(ask(&server, &body).status, 200, "{body}");
     }
+    // A number fits both alternatives: they are those of `anyOf`.
+    let schema = json!({"schema": {"oneOf": [{"const": 1}, {"type": "integer"}]}});
+    let format = json!({"type": "json_schema", "json_schema": schema});
+    let bias = json!({encode("1")[0].to_string(): 100});
+    let body = json!({"messages": user("x"), "response_format": format, "max_tokens": 1, "logit_bias": bias});
+    let answer = ask(&server, &body).json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "1");
 }
 
 fn tools() -> Value {
