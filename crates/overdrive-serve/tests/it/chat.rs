@@ -271,7 +271,9 @@ fn a_required_call_is_made_whole_and_streamed() {
     let mut ids = std::collections::HashSet::new();
     for choice in [json!("required"), named.clone()] {
         let mut body = json!({"messages": user("go"), "tools": tools(), "tool_choice": choice, "max_tokens": 120,
-            "seed": 6, "logit_bias": no_space()});
+            "seed": 6, "logit_bias": no_space(),
+            // Of a text, and so not of a required call.
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}});
         let answer = ask(&server, &body).json();
         let message = &answer["choices"][0]["message"];
         assert_eq!(
