@@ -26,7 +26,8 @@ use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversat
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    GenerationFlags, ModelFlags, TemplateFlags, generation_config, print_error_line,
+    GenerationFlags, ModelFlags, TemplateFlags, check_output_file, generation_config,
+    print_error_line,
 };
 use serde_json::{Value, json};
 
@@ -79,6 +80,9 @@ fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
+    if flags.output != Path::new("-") {
+        check_output_file("--output", &flags.output)?;
+    }
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = generation_config(&flags.generation, &files, 256)?;
@@ -178,7 +182,10 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
 fn open(path: &Path) -> Result<Box<dyn Write>> {
     Ok(match path.to_str() {
         Some("-") => Box::new(stdout()),
-        _ => Box::new(File::create(path).with_context(|| path.display().to_string())?),
+        _ => {
+            let file = File::create(path);
+            Box::new(file.with_context(|| format!("cannot write {}", path.display()))?)
+        }
     })
 }
 

@@ -21,7 +21,9 @@ use overdrive::quantization::GgufFile;
 use overdrive::transformer::{
     GgufFileType, LoadOptions, LoadProgress, ModelConfig, save_gguf_adapter,
 };
-use overdrive_examples::{ByteProgress, load_model, local_adapter, local_model, print_line};
+use overdrive_examples::{
+    ByteProgress, check_output_file, load_model, local_adapter, local_model, print_line,
+};
 
 /// Writes a model or an adapter as a GGUF file
 #[derive(Parser)]
@@ -52,6 +54,7 @@ fn main() -> ExitCode {
 
 /// Writes the file.
 pub(crate) fn run(flags: &Flags) -> Result<()> {
+    check_output_file("--out", &flags.out)?;
     let path = local_model(&flags.model)?;
     let adapter = flags.adapter.as_deref().map(local_adapter).transpose()?;
     let inputs = [("--model", Some(&path)), ("--adapter", adapter.as_ref())];

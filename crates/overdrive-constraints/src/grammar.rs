@@ -5,9 +5,10 @@ use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use overdrive_generation::{Constraint, Error, Result, TokenMask};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
+use crate::formats::remove_annotations;
 use crate::recursion::endless_reference;
 use crate::token_bytes::token_bytes;
 
@@ -111,7 +112,8 @@ impl GrammarConstraint {
     }
 
     /// Builds a constraint that makes the whole text JSON that conforms to `schema`. Spaces after separators are
-    /// optional.
+    /// optional. A `format` that is none of JSON Schema's restricts nothing. A `oneOf` whose alternatives may
+    /// overlap is read as `anyOf`.
     ///
     /// # Errors
     /// [`Error::Constraint`] if the schema is invalid, uses an unsupported keyword, or is infinitely recursive.
@@ -125,7 +127,14 @@ impl GrammarConstraint {
                  an alternative in `anyOf`, or remove its property from `required`"
             )));
         }
-        let grammar = TopLevelGrammar::from_json_schema(schema.clone());
+        let mut schema = schema.clone();
+        remove_annotations(&mut schema);
+        if let Value::Object(fields) = &mut schema {
+            // Without it, overlapping alternatives of `oneOf` are an error.
+            let options = json!({"coerce_one_of": true});
+            fields.entry("x-guidance").or_insert(options);
+        }
+        let grammar = TopLevelGrammar::from_json_schema(schema);
         GrammarConstraint::new(vocabulary, grammar)
     }
 

@@ -22,6 +22,7 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
+mod formats;
 mod grammar;
 mod recursion;
 mod token_bytes;

@@ -43,8 +43,11 @@ impl ApiError {
         )
     }
 
-    /// Returns the error for a request that does not fit the context.
-    pub(crate) fn context(param: &str, message: String) -> Self {
+    /// Returns the error for a request that does not fit the context of `limit` tokens; `found` is the rest of the
+    /// sentence. It begins with OpenAI's words, because clients that shorten a conversation or choose another model
+    /// (LiteLLM, agents) recognize the case by them and not by its code.
+    pub(crate) fn context(param: &str, limit: usize, found: std::fmt::Arguments<'_>) -> Self {
+        let message = format!("this model's maximum context length is {limit} tokens, {found}");
         ApiError {
             code: Some("context_length_exceeded"),
             ..ApiError::field(param, message)
@@ -121,9 +124,10 @@ impl From<overdrive_generation::Error> for ApiError {
             E::Common(overdrive_core::Error::InvalidOption { option, .. }) => {
                 field(name_in_requests(&option))
             }
-            E::PromptTooLong { .. } | E::RequestTooLarge { .. } => {
-                ApiError::context("max_tokens", message)
-            }
+            E::PromptTooLong { .. } | E::RequestTooLarge { .. } => ApiError {
+                code: Some("context_length_exceeded"),
+                ..field("max_tokens")
+            },
             E::EmptyPrompt { .. } | E::TokenOutOfRange { .. } | E::Tokenizer(_) => field("prompt"),
             E::NotInEngine { key, .. } => field(name_in_requests(key)),
             E::Incompatible { .. } | E::NothingAllowed { .. } => ApiError {

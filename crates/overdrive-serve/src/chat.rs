@@ -58,11 +58,6 @@ pub(crate) async fn chat_completions(
     let conversation = messages::take(&mut fields, "messages", template, &shared)?;
     let format = response_format(&mut fields)?;
     let (tools, forced) = Tools::take(&mut fields, template)?;
-    if format.is_some() && forced.is_some() {
-        let message =
-            "`response_format` cannot be combined with a `tool_choice` that requires a call";
-        return Err(ApiError::field("tool_choice", message));
-    }
     let options = template_options(&mut fields, tools.as_ref())?;
     let n = sampling.config.num_return_sequences;
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
@@ -70,6 +65,7 @@ pub(crate) async fn chat_completions(
         field: "messages",
         conversation,
         options,
+        // The format is that of a text, and a required call has none.
         schema: forced.or(format),
         adapter: model.adapter,
     };

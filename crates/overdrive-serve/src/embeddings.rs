@@ -144,10 +144,8 @@ pub(crate) fn check_length(param: &str, tokens: usize, shared: &Shared) -> ApiRe
         return Err(ApiError::field(param, message));
     }
     if tokens > longest {
-        let message = format!(
-            "`{param}` has a text of {tokens} tokens, and the context of this model is {longest}; shorten it"
-        );
-        return Err(ApiError::context(param, message));
+        let found = format_args!("and `{param}` has a text of {tokens} tokens; shorten it");
+        return Err(ApiError::context(param, longest, found));
     }
     Ok(())
 }

@@ -29,6 +29,14 @@ impl Fields {
             let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
             return Err(ApiError::new(status, "unsupported_media_type", message));
         }
+        let coding = request.headers().get(header::CONTENT_ENCODING);
+        if let Some(coding) =
+            coding.filter(|coding| !coding.as_bytes().eq_ignore_ascii_case(b"identity"))
+        {
+            let message = format!("`Content-Encoding` is {coding:?}; send the body uncompressed");
+            let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            return Err(ApiError::new(status, "unsupported_media_type", message));
+        }
         let length = request.headers().get(header::CONTENT_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
         let most = options.max_body_bytes;
@@ -60,16 +68,22 @@ impl Fields {
         }
     }
 
-    /// Takes a field; `None` if it is absent or null.
+    /// Takes a field; `None` if it is absent or null. An integer may be written as a number without a fraction, as in
+    /// vLLM: some clients write every number as a float, such as 16.0.
     pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<Option<T>> {
         match self.0.remove(name) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => {
+                let whole = whole(&value);
                 let shown = shorten(&value.to_string());
                 let wrong = |error| wrong_type(name, &shown, &error);
-                serde_path_to_error::deserialize(value)
-                    .map(Some)
-                    .map_err(wrong)
+                match serde_path_to_error::deserialize(value) {
+                    Ok(taken) => Ok(Some(taken)),
+                    Err(error) => whole
+                        .and_then(|whole| T::deserialize(whole).ok())
+                        .map(Some)
+                        .ok_or_else(|| wrong(error)),
+                }
             }
         }
     }
@@ -107,6 +121,24 @@ impl Fields {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns the integer, or the list of integers, that is written with a point or an exponent.
+fn whole(value: &Value) -> Option<Value> {
+    // Beyond, a float does not tell one integer from the next.
+    const MOST: f64 = 9_007_199_254_740_991.0;
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let number = number.as_f64()?;
+            let is_whole = number.fract() == 0.0 && number.abs() <= MOST;
+            is_whole.then(|| Value::from(number as i64))
+        }
+        Value::Array(list) if list.iter().any(Value::is_f64) => {
+            let one = |value: &Value| whole(value).unwrap_or_else(|| value.clone());
+            Some(list.iter().map(one).collect())
+        }
+        _ => None,
     }
 }
 
@@ -180,6 +212,20 @@ mod tests {
         assert!(fields.require::<u64>("m").is_err());
         assert!(fields.refuse(&["echo", "best_of"]).is_err());
         assert!(Fields::parse(b"[1]").is_err() && Fields::parse(b"{").is_err());
+    }
+
+    #[test]
+    fn an_integer_may_be_written_as_a_float_without_a_fraction() {
+        let body = br#"{"n": 2.0, "ids": [1, 2e1], "t": 1.0, "seed": -3.0, "m": -1.0, "x": 1.5, "big": 1e300}"#;
+        let mut fields = Fields::parse(body).unwrap();
+        assert_eq!(fields.take::<usize>("n").unwrap(), Some(2));
+        assert_eq!(fields.take::<Vec<i64>>("ids").unwrap(), Some(vec![1, 20]));
+        assert_eq!(fields.take::<f64>("t").unwrap(), Some(1.0));
+        assert_eq!(fields.take::<i64>("seed").unwrap(), Some(-3));
+        for wrong in ["m", "x", "big"] {
+            let error = fields.take::<usize>(wrong).unwrap_err();
+            assert!(error.message().ends_with("a non-negative integer"));
+        }
     }
 
     #[test]

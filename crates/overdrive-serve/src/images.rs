@@ -101,11 +101,11 @@ impl Shared {
         let longest = self.backend.max_prompt_len();
         // Checked before there is memory for so many tokens.
         if total > longest {
-            let message = format!(
-                "`{field}` has {total} tokens, {tokens} of them for images, and the model's context is {longest}, answer \
-                 included; give fewer or smaller images"
+            let found = format_args!(
+                "answer included, and `{field}` has {total}, {tokens} of them for images; give fewer or smaller images"
             );
-            return Err(ApiError::context(field, message));
+            let context = self.backend.max_model_len();
+            return Err(ApiError::context(field, context, found));
         }
         vision.expand(&prompt, &grids).map_err(in_field(field))
     }

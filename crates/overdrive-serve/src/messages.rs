@@ -80,7 +80,12 @@ pub(crate) fn take(
             );
             return Err(ApiError::field(name, message));
         }
-        Ok(message)
+        // A message with calls and no text: templates join its content to other texts, as vLLM's empty one allows.
+        let is_null = message.get("content").is_none_or(Value::is_null);
+        Ok(match message.role() {
+            "assistant" if is_null => message.with("content", ""),
+            _ => message,
+        })
     };
     let messages = messages.into_iter().enumerate().map(message);
     Ok(Conversation {
@@ -98,7 +103,10 @@ fn flatten(content: &mut Value, param: &str) -> Result<(), String> {
             for part in parts.iter() {
                 let text = match part {
                     Value::String(text) => Some(text.as_str()),
-                    part => part.get("text").and_then(Value::as_str),
+                    // OpenAI's API has parts of type `refusal` in messages of the assistant.
+                    part => ["text", "refusal"]
+                        .into_iter()
+                        .find_map(|key| part.get(key).and_then(Value::as_str)),
                 };
                 let missing = || {
                     let kind = part

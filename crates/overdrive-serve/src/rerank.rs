@@ -24,7 +24,7 @@ const INSTRUCTION: &str =
 
 /// A document of `/v1/rerank`, as text or as an object with it.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or an object with `text`")]
 enum Document {
     Text(String),
     Object { text: String },
@@ -32,7 +32,7 @@ enum Document {
 
 /// One text or a list, for `/score`.
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
 enum Texts {
     One(String),
     Many(Vec<String>),

@@ -120,10 +120,6 @@ pub(crate) async fn responses(
     });
     let format = format.transpose()?.flatten();
     let (tools, forced) = Tools::take(&mut fields, template)?;
-    if format.is_some() && forced.is_some() {
-        let message = "`text.format` cannot be combined with a `tool_choice` that requires a call";
-        return Err(ApiError::field("tool_choice", message));
-    }
     let input = fields.require("input")?;
     fields.set("input", chat_messages(input)?);
     let mut conversation = messages::take(&mut fields, "input", template, &shared)?;
@@ -138,6 +134,7 @@ pub(crate) async fn responses(
         field: "input",
         conversation,
         options,
+        // The format is that of a text, and a required call has none.
         schema: forced.or(format),
         adapter: model.adapter,
     };

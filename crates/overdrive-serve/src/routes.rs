@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Router;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
@@ -154,7 +155,14 @@ async fn models(State(shared): State<Arc<Shared>>) -> Response {
     json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
 }
 
-async fn model(State(shared): State<Arc<Shared>>, Path(name): Path<String>) -> ApiResult<Response> {
+async fn model(
+    State(shared): State<Arc<Shared>>,
+    name: Result<Path<String>, PathRejection>,
+) -> ApiResult<Response> {
+    let Path(name) = name.map_err(|_| {
+        let message = "the name of the model in the path is not UTF-8; `/v1/models` has the names";
+        ApiError::field("model", message)
+    })?;
     let chosen = shared.choose_model(Some(name))?;
     Ok(json_response(StatusCode::OK, &card(&shared, &chosen.name)))
 }

@@ -34,7 +34,7 @@ const UNSUPPORTED: &[&str] = &[
 ];
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or a list of strings")]
 enum OneOrMany {
     One(String),
     Many(Vec<String>),
@@ -178,10 +178,8 @@ impl Sampling {
         }
         let least = usize::from(self.max_tokens != Some(0));
         if prompt > longest || prompt + least > context {
-            let message = format!(
-                "`{param}` has {prompt} tokens, and the model's context is {context}, answer included; shorten it"
-            );
-            return Err(ApiError::context(param, message));
+            let found = format_args!("answer included, and `{param}` has {prompt}; shorten it");
+            return Err(ApiError::context(param, context, found));
         }
         let room = context - prompt;
         let limit = shared.options.max_tokens;
@@ -203,12 +201,12 @@ impl Sampling {
                 return Err(ApiError::range(field, tokens, &expected));
             }
             Some(tokens) if tokens > room => {
-                let message = format!(
-                    "`{param}` has {prompt} tokens and `{field}` is {tokens}, together {}, and the context of this \
-                     model is {context}; shorten the prompt or lower {field} to {room}",
+                let found = format_args!(
+                    "answer included, and `{param}` has {prompt} and `{field}` is {tokens}, together {}; shorten the \
+                     prompt or lower {field} to {room}",
                     prompt.saturating_add(tokens)
                 );
-                return Err(ApiError::context(field, message));
+                return Err(ApiError::context(field, context, found));
             }
             Some(tokens) if tokens < self.min_tokens => {
                 let expected = format!("at most `{field}`, which is {tokens}");

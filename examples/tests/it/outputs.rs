@@ -179,6 +179,26 @@ fn a_program_that_fails_before_the_tokenizer_leaves_no_model_and_runs_again() {
 }
 
 #[test]
+fn a_file_is_written_only_into_a_folder_that_exists() {
+    let folder = tempfile::tempdir().unwrap();
+    let check = |path: &Path| overdrive_examples::check_output_file("--out", path);
+    check(Path::new("a.gguf")).unwrap();
+    check(&folder.path().join("a.gguf")).unwrap();
+    let path = folder.path().join("new/a.gguf");
+    let error = check(&path).unwrap_err().to_string();
+    let (path, new) = (path.display(), folder.path().join("new"));
+    let new = new.display();
+    let expected =
+        format!("`--out` is {path}; it must be in a folder that exists; create {new} first");
+    assert_eq!(error, expected);
+    let error = check(folder.path()).unwrap_err().to_string();
+    assert!(
+        error.contains("it must be a file; this is a folder"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_line_that_is_not_utf_8_does_not_end_a_conversation() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! The schema of an answer, and the tools that the model may call; `call_parser` reads the calls in the form of each family.
 
 use overdrive_constraints::GrammarConstraint;
-use overdrive_generation::{ChatTemplate, Constraint};
+use overdrive_generation::{ChatTemplate, Constraint, Error};
 use serde_json::{Map, Value, json};
 
 use crate::api_error::{ApiError, ApiResult};
@@ -29,7 +29,14 @@ pub(crate) struct Schema {
 impl Schema {
     /// Compiles the schema.
     pub(crate) fn constraint(self, shared: &Shared) -> ApiResult<Box<dyn Constraint>> {
-        let wrong = |error| ApiError::from(error).with_param(self.param);
+        let param = self.param;
+        let wrong = |error| match error {
+            Error::Constraint(why) => {
+                let message = format!("`{param}` has a schema that cannot be enforced: {why}");
+                ApiError::field(param, message)
+            }
+            error => ApiError::from(error).with_param(param),
+        };
         let constraint = GrammarConstraint::json_schema(shared.grammar()?, &self.schema);
         Ok(Box::new(constraint.map_err(wrong)?))
     }

@@ -217,7 +217,41 @@ fn answers_fit_the_schema_of_the_response_format() {
     assert_eq!(answer["choices"][0]["text"], "{}");
     let schema = json!({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}});
     let body = json!({"messages": user("x"), "response_format": schema, "max_tokens": 5});
-    assert_eq!(ask(&server, &body).error(400)["param"], "response_format");
+    let error = ask(&server, &body).error(400);
+    assert_eq!(error["param"], "response_format");
+    let begin = "`response_format` has a schema that cannot be enforced: ";
+    assert!(
+        error["message"].as_str().unwrap().starts_with(begin),
+        "{error}"
+    );
+    // To JSON Schema, formats that it does not define are annotations.
+    for format in [
+        "date-time",
+        "time",
+        "date",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "path",
+        "binary",
+        "password",
+    ] {
+        let schema = json!({"schema": {"type": "string", "format": format}});
+        let format = json!({"type": "json_schema", "json_schema": schema});
+        let body = json!({"messages": user("x"), "response_format": format, "max_tokens": 1});
+        assert_eq!(ask(&server, &body).status, 200, "{body}");
+    }
+    // A number fits both alternatives: they are those of `anyOf`.
+    let schema = json!({"schema": {"oneOf": [{"const": 1}, {"type": "integer"}]}});
+    let format = json!({"type": "json_schema", "json_schema": schema});
+    let bias = json!({encode("1")[0].to_string(): 100});
+    let body = json!({"messages": user("x"), "response_format": format, "max_tokens": 1, "logit_bias": bias});
+    let answer = ask(&server, &body).json();
+    assert_eq!(answer["choices"][0]["message"]["content"], "1");
 }
 
 fn tools() -> Value {
@@ -237,7 +271,9 @@ fn a_required_call_is_made_whole_and_streamed() {
     let mut ids = std::collections::HashSet::new();
     for choice in [json!("required"), named.clone()] {
         let mut body = json!({"messages": user("go"), "tools": tools(), "tool_choice": choice, "max_tokens": 120,
-            "seed": 6, "logit_bias": no_space()});
+            "seed": 6, "logit_bias": no_space(),
+            // Of a text, and so not of a required call.
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}});
         let answer = ask(&server, &body).json();
         let message = &answer["choices"][0]["message"];
         assert_eq!(
@@ -319,6 +355,30 @@ fn a_message_with_an_empty_list_of_calls_is_one_without() {
         error["message"].as_str().unwrap().contains("a call"),
         "{error}"
     );
+}
+
+#[test]
+fn a_message_with_calls_and_no_text_has_an_empty_one() {
+    // An error if the content of a message is not a text.
+    let source = "{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}";
+    let server = TestServer::with(|_| {}, |_| {}, Some(ChatTemplate::new(source).unwrap()));
+    let tokens = |answer: Value| {
+        let body =
+            json!({"messages": [{"role": "user", "content": "hi"}, answer], "max_tokens": 1});
+        ask(&server, &body).json()["usage"]["prompt_tokens"].clone()
+    };
+    let calls =
+        json!([{"id": "1", "type": "function", "function": {"name": "x", "arguments": "{}"}}]);
+    for answer in [
+        json!({"role": "assistant", "content": null, "tool_calls": calls}),
+        json!({"role": "assistant", "tool_calls": calls}),
+        json!({"role": "assistant", "content": null, "refusal": "no"}),
+    ] {
+        assert_eq!(tokens(answer.clone()), 6, "{answer}");
+    }
+    // A refusal may also be a part of the content.
+    let answer = json!({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]});
+    assert_eq!(tokens(answer), 8);
 }
 
 #[test]

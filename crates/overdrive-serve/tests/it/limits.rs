@@ -4,7 +4,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use overdrive_serve::ServerOptions;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::client::{metric, post, receive, send};
 use crate::support::{CONTEXT, TestServer, wait};
@@ -61,12 +61,16 @@ fn a_body_that_does_not_arrive_is_not_waited_for() {
 #[test]
 fn tokens_are_limited_by_the_context_and_by_the_server() {
     let server = TestServer::start(|options| options.max_tokens = Some(40));
+    // OpenAI's words, by which clients recognize the case.
+    let words = format!("this model's maximum context length is {CONTEXT} tokens");
+    let begins = |error: &Value| error["message"].as_str().unwrap().starts_with(&words);
     let body = json!({"prompt": "x".repeat(CONTEXT), "max_tokens": 1});
     let error = post(server.address, "/v1/completions", &body).error(400);
     assert_eq!(
         (&error["code"], &error["param"]),
         (&json!("context_length_exceeded"), &json!("prompt"))
     );
+    assert!(begins(&error), "{error}");
     let body = json!({"prompt": "x".repeat(500), "max_tokens": 14});
     let error = post(server.address, "/v1/completions", &body).error(400);
     assert_eq!(
@@ -80,6 +84,7 @@ fn tokens_are_limited_by_the_context_and_by_the_server() {
             .contains("lower max_tokens to 13"),
         "{error}"
     );
+    assert!(begins(&error), "{error}");
     let body = json!({"prompt": "x".repeat(500), "max_tokens": 13, "ignore_eos": true});
     let answer = post(server.address, "/v1/completions", &body).json();
     assert_eq!(answer["usage"]["total_tokens"], CONTEXT);

@@ -322,6 +322,11 @@ fn inputs_that_cannot_be_read_are_refused() {
         ),
         (json!({"documents": ["a"]}), "query", "missing"),
         (
+            json!({"query": "a", "documents": ["a", 1]}),
+            "documents",
+            "`documents[1]` must be a string or an object with `text`",
+        ),
+        (
             json!({"query": "a", "documents": ["a ".repeat(80)]}),
             "documents",
             "context",
@@ -336,6 +341,14 @@ fn inputs_that_cannot_be_read_are_refused() {
         assert_eq!(error["param"], param, "{error}");
         assert!(error["message"].as_str().unwrap().contains(text), "{error}");
     }
+    let error = post(
+        server.address,
+        "/v1/score",
+        &json!({"text_1": 1, "text_2": "a"}),
+    )
+    .error(400);
+    let message = "`text_1` is 1; it must be a string or a list of strings";
+    assert_eq!(error["message"], message);
     let uneven = json!({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]});
     let error = post(server.address, "/v1/score", &uneven).error(400);
     assert_eq!(error["param"], "text_1");

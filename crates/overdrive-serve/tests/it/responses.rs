@@ -201,7 +201,9 @@ fn calls_of_functions_are_items() {
         json!({"type": "function", "name": "weather"}),
     ] {
         let mut body = json!({"input": "go", "tools": tools, "tool_choice": choice, "max_output_tokens": 120,
-            "seed": 6, "logit_bias": no_space()});
+            "seed": 6, "logit_bias": no_space(),
+            // Of a text, and so not of a required call.
+            "text": {"format": {"type": "json_schema", "name": "one", "schema": {"const": 1}}}});
         let answer = ask(&server, &body).json();
         let [call] = answer["output"].as_array().unwrap().as_slice() else {
             panic!("{answer}");

@@ -27,6 +27,9 @@ fn the_model_is_listed_and_found_by_its_name() {
         (&error["code"], &error["param"]),
         (&json!("model_not_found"), &json!("model"))
     );
+    // A path is bytes, and need not be text.
+    let error = get(server.address, "/v1/models/%ff").error(400);
+    assert_eq!(error["param"], "model");
     let body = json!({"model": "other", "prompt": "a"});
     let error = post(server.address, "/v1/completions", &body).error(404);
     assert!(error["message"].as_str().unwrap().contains(NAME), "{error}");
@@ -130,6 +133,12 @@ fn a_body_that_is_no_json_object_is_refused() {
             .contains("application/json"),
         "{error}"
     );
+    let error = ask(&[("Content-Encoding", "gzip")], "{\"prompt\": \"a\"}").error(415);
+    let message = error["message"].as_str().unwrap();
+    assert!(
+        message.contains("\"gzip\"; send the body uncompressed"),
+        "{error}"
+    );
     let kind = ("Content-Type", "application/json; charset=utf-8");
     assert_eq!(
         ask(&[kind], "{\"prompt\": \"a\", \"max_tokens\": 1}").status,
@@ -164,6 +173,11 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         ),
         (json!({"stop": [long]}), "stop", "1024 bytes"),
         (json!({"stop": ""}), "stop", "1 to 1024"),
+        (
+            json!({"stop": [1]}),
+            "stop",
+            "`stop` is [1]; it must be a string or a list of strings",
+        ),
         (json!({"n": 0}), "n", "from 1 to 128"),
         (json!({"n": 2, "temperature": 0}), "n", "temperature"),
         (json!({"n": 2, "temperature": 1e-40}), "n", "temperature"),
