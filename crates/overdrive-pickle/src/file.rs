@@ -54,9 +54,21 @@ impl PickledFile {
     /// weights do not need, [`Error::BadFile`] if it is truncated, damaged or in another format, or if a tensor exceeds
     /// its storage.
     pub fn open(path: impl AsRef<Path>) -> Result<PickledFile> {
-        let path = path.as_ref();
+        PickledFile::open_dictionary(path.as_ref(), None)
+    }
+
+    /// Maps a file that holds several dictionaries, such as a checkpoint of training, and reads the tensors of the one under
+    /// `key`: `"model"` of `torch.save({"step": step, "model": model.state_dict()}, path)`.
+    ///
+    /// # Errors
+    /// As [`PickledFile::open`], and [`Error::BadFile`] if the file has no dictionary under this key.
+    pub fn open_entry(path: impl AsRef<Path>, key: &str) -> Result<PickledFile> {
+        PickledFile::open_dictionary(path.as_ref(), Some(key))
+    }
+
+    fn open_dictionary(path: &Path, key: Option<&str>) -> Result<PickledFile> {
         let map = FileMap::open(path)?;
-        let entries = contents(&map).and_then(|contents| named(&contents, &map));
+        let entries = contents(&map).and_then(|contents| named(&contents, key, &map));
         let path = path.to_owned();
         match entries {
             Ok((tensors, others)) => Ok(PickledFile {
@@ -96,11 +108,25 @@ impl PickledFile {
     }
 }
 
-/// Returns the tensors of the dictionary in a file, and the names of at most 8 other entries.
-fn named(contents: &Contents, bytes: &[u8]) -> Checked<(Vec<Named>, Vec<String>)> {
+/// Returns the tensors of the dictionary in a file, or of the one under `entry` in it, and the names of at most 8 other
+/// entries.
+fn named(
+    contents: &Contents,
+    entry: Option<&str>,
+    bytes: &[u8],
+) -> Checked<(Vec<Named>, Vec<String>)> {
     let Value::Dict(items) = contents.values.get(contents.values.result) else {
         return bad("it holds no dictionary; save `model.state_dict()`");
     };
+    let mut items = items;
+    if let Some(entry) = entry {
+        let is_entry = |key| matches!(contents.values.get(key), Value::Text(name) if name == entry);
+        let found = items.iter().rfind(|(key, _)| is_entry(*key));
+        let Some(Value::Dict(inner)) = found.map(|&(_, value)| contents.values.get(value)) else {
+            return bad(format!("it has no dictionary under the key `{entry}`"));
+        };
+        items = inner;
+    }
     let mut tensors = BTreeMap::new();
     let mut others = Vec::new();
     for &(key, value) in items {
@@ -114,7 +140,8 @@ fn named(contents: &Contents, bytes: &[u8]) -> Checked<(Vec<Named>, Vec<String>)
     if tensors.is_empty() && !others.is_empty() {
         let keys = others.join(", ");
         return bad(format!(
-            "it has no named tensors, only {keys}; save `model.state_dict()` alone"
+            "it has no named tensors, only {keys}; if one of them is the model's dictionary, open it by its key \
+             (`PickledFile::open_entry`), or save `model.state_dict()` alone"
         ));
     }
     // The bytes left for copies of tensors with gaps: a hostile file could name one storage many times.

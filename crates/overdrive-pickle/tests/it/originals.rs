@@ -79,6 +79,17 @@ fn what_is_no_state_dict_is_named() {
         error.contains("epoch, state_dict") && error.contains("model.state_dict()"),
         "{error}"
     );
+    assert!(error.contains("`PickledFile::open_entry`"), "{error}");
+    let file = PickledFile::open_entry(fixture("checkpoint.bin"), "state_dict").unwrap();
+    let tensors = file.tensors();
+    let names: Vec<&str> = tensors.iter().map(|stored| stored.name()).collect();
+    assert_eq!(names, ["weight"]);
+    let none = PickledFile::open_entry(fixture("checkpoint.bin"), "model").unwrap_err();
+    let none = none.to_string();
+    assert!(
+        none.contains("no dictionary under the key `model`"),
+        "{none}"
+    );
     let error = PickledFile::open(fixture("expected.safetensors"))
         .unwrap_err()
         .to_string();
