@@ -53,8 +53,15 @@ where
     /// Applies the function to a batch. An error of the function names the records of the batch; if a record
     /// cannot be read, the error names that record.
     pub(super) fn results(&self, batch: usize) -> Result<Vec<T>> {
+        self.announce(batch);
         let records = self.range(batch).map(|index| self.dataset.get(index));
         self.apply(batch, records.collect::<Result<_>>()?)
+    }
+
+    /// Announces the records of a batch, so that those of files on a server are requested together.
+    fn announce(&self, batch: usize) {
+        self.dataset
+            .prefetch(&self.range(batch).collect::<Vec<_>>());
     }
 
     fn apply(&self, batch: usize, records: Vec<D::Item>) -> Result<Vec<T>> {
@@ -192,6 +199,7 @@ where
     }
 
     fn results(&self, batch: usize) -> Result<Vec<T>> {
+        self.batches.announce(batch);
         let mut records = Vec::with_capacity(self.batches.range(batch).len());
         for index in self.batches.range(batch) {
             let read = self.on_error.get(self.batches.dataset, index, &self.log)?;

@@ -530,3 +530,53 @@ fn a_cached_batched_map_computes_each_batch_once_and_has_any_number_of_results()
     assert_eq!(run(1), expected);
     assert_eq!(calls.load(Ordering::SeqCst), 157);
 }
+
+#[test]
+fn a_batched_map_announces_the_records_of_a_batch_before_it_reads_them() {
+    struct Noted(std::sync::Mutex<Vec<String>>);
+    impl Noted {
+        fn note(&self, call: String) {
+            self.0.lock().unwrap().push(call);
+        }
+    }
+    impl Dataset for Noted {
+        type Item = usize;
+        fn len(&self) -> usize {
+            5
+        }
+        fn get(&self, index: usize) -> Result<usize> {
+            self.note(format!("get {index}"));
+            Ok(index)
+        }
+        fn prefetch(&self, indices: &[usize]) {
+            self.note(format!("prefetch {indices:?}"));
+        }
+    }
+    let source = Noted(std::sync::Mutex::default());
+    let mut iter = source
+        .iter_batched(3, Ok::<_, Error>, ErrorPolicy::Stop)
+        .unwrap();
+    assert!(iter.by_ref().all(|number| number.is_ok()));
+    let expected = [
+        "prefetch [0, 1, 2]",
+        "get 0",
+        "get 1",
+        "get 2",
+        "prefetch [3, 4]",
+        "get 3",
+        "get 4",
+    ];
+    assert_eq!(*source.0.lock().unwrap(), expected);
+    source.0.lock().unwrap().clear();
+    let mapped = (&source).map_batched(5, Ok::<_, Error>).unwrap();
+    assert_eq!(mapped.get(4).unwrap(), 4);
+    let calls = source.0.lock().unwrap().clone();
+    assert_eq!(calls[0], "prefetch [0, 1, 2, 3, 4]");
+    assert_eq!(
+        calls
+            .iter()
+            .filter(|call| call.starts_with("prefetch"))
+            .count(),
+        2
+    );
+}
