@@ -174,6 +174,15 @@ impl GenerationConfig {
     }
 
     fn validate_together(&self) -> Result<()> {
+        for (key, forced) in [
+            ("forced_bos_token_id", self.forced_bos_token_id.as_slice()),
+            ("forced_eos_token_id", &self.forced_eos_token_id),
+        ] {
+            let suppressed = |id: &i64| *id >= 0 && self.suppress_tokens.contains(id);
+            let none_left = !forced.is_empty() && forced.iter().all(suppressed);
+            let expected = "at least one token that suppress_tokens does not exclude";
+            check(!none_left, key, format!("{forced:?}"), expected)?;
+        }
         let exclude = |both: bool, first: &'static str, second: &'static str, why: &'static str| {
             if both {
                 return Err(Error::Incompatible { first, second, why });

@@ -90,12 +90,23 @@ impl<'a> Decoder<'a> {
                       its first tokens; generate prompts of one length together",
             });
         }
+        // The last token is not read.
+        let read = i64::try_from(size.positions.saturating_sub(1)).unwrap_or(i64::MAX);
+        let restart = model.config().cache_restart().filter(|_| config.use_cache);
+        if paged && restart.is_some_and(|length| read > length) {
+            return Err(Error::Incompatible {
+                first: "cache_implementation \"paged\"",
+                second: "sequences beyond the original context of a Phi-3 with LongRoPE",
+                why: "the cache is computed again there, for which a paged one does not keep the tokens; use \"dynamic\" or \
+                      fewer tokens",
+            });
+        }
         let mut fallback = None;
         // A cache that may have to be restarted needs the tokens, which only padded rows keep.
         let ragged = config.use_cache
             && (paged
                 || name.is_none()
-                    && model.config().cache_restart().is_none()
+                    && restart.is_none()
                     && (uneven || config.num_beams == 1 && captures(model, size)));
         let layout = if ragged {
             // Made here and not on demand, because `prefill` no longer has the prompts.

@@ -155,14 +155,26 @@ fn phi3_crosses_its_original_context_as_in_transformers() {
         );
         assert_eq!(output.sequences, expected.unwrap().sequences, "{count}");
     }
-    // Up to it nothing is computed again.
-    let kept = GenerationConfig {
-        max_new_tokens: Some(30),
-        min_new_tokens: 30,
-        ..config
+    // Up to it nothing is computed again; the last token is not read.
+    let paged = |new| GenerationConfig {
+        max_new_tokens: Some(new),
+        min_new_tokens: new,
+        cache_implementation: Some("paged".to_owned()),
+        ..config.clone()
     };
-    let output = generate(&model, &[want[..8].to_vec()], &kept).unwrap();
-    assert_eq!(output.sequences[0], want[..38]);
+    let kept = GenerationConfig {
+        cache_implementation: None,
+        ..paged(30)
+    };
+    for kept in [kept, paged(33)] {
+        let output = generate(&model, &[want[..8].to_vec()], &kept).unwrap();
+        assert_eq!(output.sequences[0], want[..output.sequences[0].len()]);
+    }
+    let error = generate(&model, &[want[..8].to_vec()], &paged(34)).unwrap_err();
+    assert!(
+        error.to_string().contains("original context of a Phi-3"),
+        "{error}"
+    );
 }
 
 #[test]

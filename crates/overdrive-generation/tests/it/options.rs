@@ -493,6 +493,22 @@ fn options_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
         ),
         (
             GenerationConfig {
+                forced_bos_token_id: Some(3),
+                suppress_tokens: vec![3],
+                ..base()
+            },
+            "`forced_bos_token_id` is [3]; it must be at least one token that suppress_tokens does not exclude",
+        ),
+        (
+            GenerationConfig {
+                forced_eos_token_id: vec![3, 4],
+                suppress_tokens: vec![4, 3, 9],
+                ..base()
+            },
+            "`forced_eos_token_id` is [3, 4]",
+        ),
+        (
+            GenerationConfig {
                 logit_bias: [(500, 1.0)].into(),
                 ..base()
             },

@@ -278,6 +278,12 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     if bias == BiasMode::All {
         // PEFT saves BART's buffer with the biases, although nothing trains it.
         stored.remove("final_logits_bias");
+        // It saves those of a full copy under the names of its wrapper, too, and those of the module that the copy replaces.
+        let parts = [".modules_to_save.", ".original_module."];
+        stored.retain(|key, _| {
+            let is_again = |part: &&str| tensors.contains_key(&key.replacen(*part, ".", 1));
+            !parts.iter().any(is_again)
+        });
     }
     let bases = bases(host, &mut stored, &mut problems)?;
     let mut rest: Vec<&str> = stored.values().map(StoredTensor::name).collect();

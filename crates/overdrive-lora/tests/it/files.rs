@@ -398,6 +398,37 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
         let loaded = load_adapter(&mut with_table(), dir.path(), "a", &options);
         assert_eq!(loaded.is_ok(), bias == BiasMode::All);
     }
+    // PEFT saves the biases of a full copy, and of the module that it replaces, under the names of its wrapper as well.
+    let copied = LoraConfig {
+        modules_to_save: Some(vec!["relative_attention_bias".to_owned()]),
+        ..config(BiasMode::All)
+    };
+    let mut source = with_table();
+    add_adapter(&mut source, "a", &copied, &AddOptions::default()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    save_adapter(&mut source, "a", dir.path()).unwrap();
+    rewrite(dir.path(), |tensors| {
+        for part in ["modules_to_save", "original_module"] {
+            let name = format!("base_model.model.relative_attention_bias.{part}.weight");
+            tensors.push((name, numbers(&[8, 2], 1.0, F32)));
+        }
+    });
+    let mut other = with_table();
+    load_adapter(&mut other, dir.path(), "a", &options).unwrap();
+    let again = tempfile::tempdir().unwrap();
+    save_adapter(&mut other, "a", again.path()).unwrap();
+    let table = |dir: &Path| {
+        let tensors = Tensor::read_safetensors(dir.join("adapter_model.safetensors")).unwrap();
+        let name = "base_model.model.relative_attention_bias.weight";
+        tensors.into_iter().find(|(own, _)| own == name).unwrap().1
+    };
+    assert_eq!(table(again.path()), table(dir.path()));
+    // A wrapper of a module that is not copied belongs to another adapter.
+    rewrite(dir.path(), |tensors| {
+        let name = "base_model.model.other_bias.original_module.weight".to_owned();
+        tensors.push((name, Tensor::zeros([1], F32)));
+    });
+    assert!(load_adapter(&mut with_table(), dir.path(), "a", &options).is_err());
 }
 
 #[test]
