@@ -185,8 +185,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     ///
     /// # Errors
     /// [`Error::Common`] if the loss does not have one element; [`Error::NoGradient`] if it requires no gradient;
-    /// [`Error::NotAnnounced`] without a window; [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After an error of libtorch, such
-    /// as out of memory, [`abandon`](Self::abandon) the window before the next backward.
+    /// [`Error::NotAnnounced`] without a window; [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After
+    /// an error of libtorch, such as out of memory, [`abandon`](Self::abandon) the window before the next backward.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_terms(&[loss])
     }

@@ -205,10 +205,11 @@ fn take(
 }
 
 /// Reads a conversation from JSON: a list of messages, or an object with one under `messages`,
-/// `conversation` or `conversations`, as datasets have it. `system` beside it is its system message.
+/// `conversation` or `conversations`, as datasets have it. `system` beside it is its system message. Content that is a list
+/// of text parts is joined ([`Message::with_text`]).
 ///
 /// # Errors
-/// [`Error::Conversation`] if it is neither, if a message is not an object with a `role`, or if the object has `tools`
+/// [`Error::Conversation`] if it is neither, if a message is not an object with a `role`, if its content is no text, or if the object has `tools`
 /// or `functions`, which belong in [`ChatTemplateOptions::tools`], or `system` in addition to a system message.
 pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
     let wrong = |what: &str| Error::Conversation(what.to_owned());
@@ -244,7 +245,12 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
         Value::Object(fields) if fields.get("role").is_some_and(Value::is_string) => {
             let message = Message::from(fields.clone());
             match message.lacks_content() {
-                false => Ok(message),
+                false => message.with_text().map_err(|error| match error {
+                    Error::Conversation(what) => {
+                        wrong(&what.replacen('`', &format!("`messages[{index}]."), 1))
+                    }
+                    other => other,
+                }),
                 true => Err(wrong(&format!(
                     "`messages[{index}].content` is missing or null; give the text of the message"
                 ))),

@@ -1,6 +1,6 @@
 //! The messages of a chat, as the model's template reads them.
 
-use overdrive_generation::{ChatTemplate, Message};
+use overdrive_generation::{ChatTemplate, Error, Message};
 use serde_json::{Map, Value};
 
 use crate::api_error::{ApiError, ApiResult};
@@ -50,18 +50,13 @@ pub(crate) fn take(
             }
             Some(_) => {}
         }
-        if let Some(content) = fields.get_mut("content") {
-            let own = if shared.sees_images() {
-                images::take(content, &param)
-            } else {
-                Ok(Vec::new())
-            };
-            let own = own.map_err(|message| ApiError::field(name, message))?;
-            if own.is_empty() {
-                flatten(content, &param).map_err(|message| ApiError::field(name, message))?;
-            }
-            files.extend(own);
-        }
+        let own = match fields.get_mut("content") {
+            Some(content) if shared.sees_images() => images::take(content, &param),
+            _ => Ok(Vec::new()),
+        };
+        let own = own.map_err(|message| ApiError::field(name, message))?;
+        let has_images = !own.is_empty();
+        files.extend(own);
         // Some servers answer with an empty list; to templates, a message with this key calls tools.
         if fields
             .get("tool_calls")
@@ -80,11 +75,14 @@ pub(crate) fn take(
             );
             return Err(ApiError::field(name, message));
         }
-        // A message with calls and no text: templates join its content to other texts, as vLLM's empty one allows.
-        let is_null = message.get("content").is_none_or(Value::is_null);
-        Ok(match message.role() {
-            "assistant" if is_null => message.with("content", ""),
-            _ => message,
+        if has_images {
+            return Ok(message);
+        }
+        message.with_text().map_err(|error| match error {
+            Error::Conversation(what) => {
+                ApiError::field(name, what.replacen('`', &format!("`{param}."), 1))
+            }
+            other => other.into(),
         })
     };
     let messages = messages.into_iter().enumerate().map(message);
@@ -92,41 +90,6 @@ pub(crate) fn take(
         messages: messages.collect::<ApiResult<_>>()?,
         images: files,
     })
-}
-
-/// Joins the texts of a list of parts by line breaks, as vLLM does. The error is its message.
-fn flatten(content: &mut Value, param: &str) -> Result<(), String> {
-    match content {
-        Value::String(_) | Value::Null => Ok(()),
-        Value::Array(parts) => {
-            let mut texts = Vec::with_capacity(parts.len());
-            for part in parts.iter() {
-                let text = match part {
-                    Value::String(text) => Some(text.as_str()),
-                    // OpenAI's API has parts of type `refusal` in messages of the assistant.
-                    part => ["text", "refusal"]
-                        .into_iter()
-                        .find_map(|key| part.get(key).and_then(Value::as_str)),
-                };
-                let missing = || {
-                    let kind = part
-                        .get("type")
-                        .and_then(Value::as_str)
-                        .unwrap_or("unknown");
-                    format!(
-                        "`{param}.content` has a part of type {kind:?}; only parts of type \"text\" are read here"
-                    )
-                };
-                texts.push(text.ok_or_else(missing)?);
-            }
-            let joined = texts.join("\n");
-            *content = joined.into();
-            Ok(())
-        }
-        _ => Err(format!(
-            "`{param}.content` must be a string or a list of parts"
-        )),
-    }
 }
 
 /// Parses the arguments of the calls in an earlier answer. The error is its message.

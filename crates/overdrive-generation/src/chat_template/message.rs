@@ -1,6 +1,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::{Error, Result};
+
 /// A message of a conversation: in JSON an object with `role`, `content` and any other field that the
 /// model's template reads (`tool_calls`, `name`, `reasoning_content`, …).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -82,6 +84,40 @@ impl Message {
             _ => return false,
         };
         self.get("content").is_none_or(Value::is_null) && !instead.iter().any(|key| has(key))
+    }
+
+    /// Returns the message with its content as the one text that most templates expect, as vLLM passes it: the texts of a
+    /// list of parts are joined by line breaks, and a message of the assistant without content, such as one that calls
+    /// tools, has an empty text.
+    ///
+    /// # Errors
+    /// [`Error::Conversation`] with what is wrong with `content`.
+    pub fn with_text(mut self) -> Result<Message> {
+        let wrong = |what: String| Error::Conversation(format!("`content` {what}"));
+        let text = match self.get("content") {
+            Some(Value::String(_)) => return Ok(self),
+            None | Some(Value::Null) if self.role() == "assistant" => String::new(),
+            None | Some(Value::Null) => return Ok(self),
+            Some(Value::Array(parts)) => {
+                let mut texts = Vec::with_capacity(parts.len());
+                for part in parts {
+                    // OpenAI's API has parts of type `refusal` in messages of the assistant.
+                    let named = |key: &str| part.get(key).and_then(Value::as_str);
+                    let text = part.as_str().or(named("text")).or(named("refusal"));
+                    let Some(text) = text else {
+                        return Err(wrong(format!(
+                            "has a part of type {:?}; only parts of type \"text\" are read here",
+                            named("type").unwrap_or("unknown")
+                        )));
+                    };
+                    texts.push(text);
+                }
+                texts.join("\n")
+            }
+            Some(_) => return Err(wrong("must be a string or a list of parts".to_owned())),
+        };
+        self.fields.insert("content".to_owned(), text.into());
+        Ok(self)
     }
 
     /// Returns the fields as templates see them: without null values, and with the reasoning under each

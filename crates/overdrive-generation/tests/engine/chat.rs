@@ -151,7 +151,11 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
     }
     // As in OpenAI's API, a message that calls tools needs no content.
     let calls = json!([{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}]);
-    assert_eq!(conversation_from_json(&calls).unwrap().len(), 1);
+    let messages = conversation_from_json(&calls).unwrap();
+    assert_eq!((messages.len(), messages[0].content()), (1, Some("")));
+    let parts = json!([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]);
+    let messages = conversation_from_json(&parts).unwrap();
+    assert_eq!(messages[0].content(), Some("a\nb"));
     let with_system = json!({"messages": list, "system": "s", "tools": []});
     let messages = conversation_from_json(&with_system).unwrap();
     assert_eq!(
@@ -166,6 +170,14 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
         (
             json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": null}]),
             "`messages[1].content` is missing or null",
+        ),
+        (
+            json!([{"role": "user", "content": [{"type": "image_url"}]}]),
+            "`messages[0].content` has a part of type \"image_url\"",
+        ),
+        (
+            json!([{"role": "user", "content": 3}]),
+            "`messages[0].content` must be a string or a list of parts",
         ),
         (
             json!({"messages": list, "tools": [{}]}),

@@ -146,6 +146,21 @@ fn a_cpp_exception_becomes_an_error_with_its_message() {
 }
 
 #[test]
+fn an_error_of_tch_has_no_frames_of_cpp() {
+    let error = Tensor::ones([3], F32).f_reshape([7]).unwrap_err();
+    let text = error.to_string();
+    assert!(!text.contains("frame #"), "{text}");
+    let plain = overdrive_sys::without_backtrace(&text);
+    assert!(
+        plain.ends_with("shape '[7]' is invalid for input of size 3"),
+        "{plain}"
+    );
+    // The remedy that a caller adds after libtorch's text stays.
+    let plain = overdrive_sys::without_backtrace(&format!("{text}\nuse another shape"));
+    assert!(plain.ends_with("size 3\nuse another shape"), "{plain}");
+}
+
+#[test]
 fn a_gradient_is_cleared_and_the_next_backward_writes_it_anew() {
     let x = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
     (&x * &x).sum(Kind::Float).backward();
