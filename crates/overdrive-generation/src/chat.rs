@@ -209,8 +209,9 @@ fn take(
 /// of text parts is joined ([`Message::with_text`]).
 ///
 /// # Errors
-/// [`Error::Conversation`] if it is neither, if a message is not an object with a `role`, if its content is no text, or if the object has `tools`
-/// or `functions`, which belong in [`ChatTemplateOptions::tools`], or `system` in addition to a system message.
+/// [`Error::Conversation`] if it is neither, if a message is not an object with a `role`, if its content is no text, or if
+/// the object has `tools` or `functions`, which belong in [`ChatTemplateOptions::tools`], or `system` in addition to a
+/// system message.
 pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
     let wrong = |what: &str| Error::Conversation(what.to_owned());
     let keys = ["messages", "conversation", "conversations"];
