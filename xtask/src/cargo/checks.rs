@@ -46,9 +46,9 @@ fn test(further: &[OsString]) -> Cargo {
     }
 }
 
-/// Builds the one example that a test starts.
-pub(super) fn example_of_tests() -> Cargo {
-    Cargo::new(["build", "--example", "own_model"]).workspace()
+/// Builds the examples that tests start.
+pub(super) fn examples_of_tests() -> Cargo {
+    Cargo::new(["build", "--example", "launch", "--example", "own_model"]).workspace()
 }
 
 /// Builds the test programs, without the other examples: to link them takes as long as a hundred tests, and clippy checks

@@ -50,10 +50,10 @@ struct Counts {
     ignored: u64,
 }
 
-/// Builds all test programs and the example that one of them starts, and runs the programs, the documentation tests and the
+/// Builds all test programs and the examples that some of them start, and runs the programs, the documentation tests and the
 /// `beside` commands, several at a time. What one prints is shown when it has ended. All of them run, also if some fail.
 pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
-    super::checks::example_of_tests().run()?;
+    super::checks::examples_of_tests().run()?;
     let built = super::checks::test_programs().output()?;
     let documentation = beside
         .into_iter()
