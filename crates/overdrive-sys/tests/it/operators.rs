@@ -156,7 +156,7 @@ fn an_error_of_tch_has_no_frames_of_cpp() {
         "{plain}"
     );
     // The remedy that a caller adds after libtorch's text stays.
-    let plain = overdrive_sys::without_backtrace(&format!("{text}\nuse another shape"));
+    let plain = overdrive_sys::without_backtrace(&format!("{text}use another shape"));
     assert!(plain.ends_with("size 3\nuse another shape"), "{plain}");
 }
 
