@@ -92,18 +92,17 @@ fn training() -> Result<()> {
     // fixtures of tests must not decide whether this step passes.
     let fixed = ["--no-auto-precision", "--data", "crates/*/src/**/*.rs"];
     let mut arguments: Vec<OsString> = fixed.map(OsString::from).to_vec();
-    let numbers = [STEPS, CONTEXT, BATCH].map(|number| number.to_string());
-    let names = [
+    let [steps, context, batch] = [STEPS, CONTEXT, BATCH].map(|number| number.to_string());
+    let sizes = [
         "--steps",
+        &steps,
         "--context-length",
+        &context,
         "--per-device-train-batch-size",
+        &batch,
+        "--out",
     ];
-    let sizes = names
-        .iter()
-        .zip(&numbers)
-        .flat_map(|(name, number)| [*name, number]);
     arguments.extend(sizes.map(OsString::from));
-    arguments.push("--out".into());
     arguments.push(out.clone().into_os_string());
     let built = program::of_messages(&cargo::training_for_check().output()?)?;
     let train = built

@@ -8,7 +8,6 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use overdrive_core::check_option;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, Results};
 use overdrive_sys::{CallbackResult, random};
 use serde::{Deserialize, Serialize};
@@ -84,16 +83,14 @@ impl SavePolicy {
                 !space.is_empty() && !name.is_empty() && !name.contains('.')
             })
         };
-        for name in names {
-            let expected = "a list of operators with their namespaces and without overloads, such as aten::addmm";
-            check_option(
-                is_name(name),
-                "policy.operators",
-                format!("a list with `{name}`"),
-                expected,
-            )?;
-        }
-        Ok(())
+        // Every checkpointed call comes here, so a text is only made for an error.
+        let Some(wrong) = names.iter().find(|name| !is_name(name)) else {
+            return Ok(());
+        };
+        let given = format!("a list with `{wrong}`");
+        let expected =
+            "a list of operators with their namespaces and without overloads, such as aten::addmm";
+        Err(overdrive_core::Error::option("policy.operators", given, expected).into())
     }
 
     pub(crate) fn keeps_nothing(&self) -> bool {

@@ -109,8 +109,8 @@ fn restorable<T: Serialize + DeserializeOwned>(
     match state.value::<T>() {
         Ok(_) => Ok(state),
         Err(error) => Err(format!(
-            "it could not be read back from JSON, which has no NaN or infinity ({error}); store such a number in another \
-             form, such as an Option"
+            "it could not be read back from JSON, which has no NaN or infinity ({error}); store `None` of an \
+             Option in its place"
         )
         .into()),
     }
@@ -207,8 +207,8 @@ impl<'a> RunState<'a> {
         self.entry(name, Scope::Rank, Value::Stateful(value))
     }
 
-    /// Registers a plain value, serialized as JSON: counters, options. JSON has no NaN and no infinity, so saving a value
-    /// with such a number is an error.
+    /// Registers a plain value, serialized as JSON: counters, options. JSON has no NaN and no infinity: saving a value with
+    /// such a number is an error, and one in an `Option` is restored as `None`.
     pub fn value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
         self.entry(name, Scope::Run, Value::Owned(Box::new(Json(value))))
     }

@@ -346,7 +346,7 @@ mod tests {
     fn chart(points: Vec<(f64, f64)>) -> Chart {
         Chart {
             title: "Loss",
-            y_label: "seconds",
+            y_label: "loss",
             y_format: overdrive_core::units::compact,
             from_zero: false,
             size: (600, 300),

@@ -72,6 +72,13 @@ pub(crate) fn read_arguments<T: DeserializeOwned + Serialize + Default>(
 /// A value that is read with [`Mistake`] as the error, and with its keys in their order.
 struct Given<'a>(&'a Value);
 
+/// Reads an object key by key.
+fn in_order<'de>(
+    keys: &'de Map<String, Value>,
+) -> MapDeserializer<'de, impl Iterator<Item = (&'de str, Given<'de>)>, Mistake> {
+    MapDeserializer::new(keys.iter().map(|(key, value)| (key.as_str(), Given(value))))
+}
+
 impl<'de> IntoDeserializer<'de, Mistake> for Given<'de> {
     type Deserializer = Self;
 
@@ -97,10 +104,7 @@ impl<'de> Deserializer<'de> for Given<'de> {
             },
             Value::String(text) => visitor.visit_borrowed_str(text),
             Value::Array(list) => visitor.visit_seq(SeqDeserializer::new(list.iter().map(Given))),
-            Value::Object(keys) => {
-                let keys = keys.iter().map(|(key, value)| (key.as_str(), Given(value)));
-                visitor.visit_map(MapDeserializer::new(keys))
-            }
+            Value::Object(keys) => visitor.visit_map(in_order(keys)),
         }
     }
 
@@ -130,10 +134,7 @@ impl<'de> Deserializer<'de> for Given<'de> {
     ) -> std::result::Result<V::Value, Mistake> {
         match self.0 {
             Value::String(name) => visitor.visit_enum(name.as_str().into_deserializer()),
-            Value::Object(keys) => {
-                let keys = keys.iter().map(|(key, value)| (key.as_str(), Given(value)));
-                visitor.visit_enum(MapAccessDeserializer::new(MapDeserializer::new(keys)))
-            }
+            Value::Object(keys) => visitor.visit_enum(MapAccessDeserializer::new(in_order(keys))),
             _ => self.deserialize_any(visitor),
         }
     }
