@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use anyhow::Result;
-use overdrive::sys::panic_text;
+use overdrive::core::panic_text;
 use tch::{Device, Kind, Tensor};
 
 use crate::finding::{Finding, NO_TIME};

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::error::Error as StdError;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use overdrive_core::check_at_least;
+use overdrive_core::{check_at_least, panic_text};
 use overdrive_sys::{is_out_of_memory, memory};
 use tch::{Device, TchError};
 
@@ -197,12 +197,8 @@ fn out_of_memory<E: StdError + 'static>(error: &E) -> Option<String> {
 
 /// Returns the message of a panic of tch because memory ran out.
 fn panicked_out_of_memory(payload: &(dyn Any + Send)) -> Option<String> {
-    let message = payload
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or_else(|| payload.downcast_ref::<&str>().copied())?;
     // A panic carries only the text of tch's error, which `is_out_of_memory` recognizes in an error.
-    out_of_memory(&TchError::Torch(message.to_string()))
+    out_of_memory(&TchError::Torch(panic_text(payload).to_owned()))
 }
 
 /// Returns the message without the C++ stack that libtorch appends.

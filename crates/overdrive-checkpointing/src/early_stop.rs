@@ -22,7 +22,7 @@ pub(crate) fn silence_panics() {
     INSTALLED.call_once(|| {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            let text = overdrive_sys::panic_text(info.payload());
+            let text = overdrive_core::panic_text(info.payload());
             if !text.contains(TEXT) {
                 before(info);
             }

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use overdrive_autograd::EnableGradGuard;
+use overdrive_core::panic_text;
 use overdrive_sys::dispatch_mode::{
     DispatchMode, ModeGuard, OperatorNames, current_operator, push_mode,
 };
@@ -18,7 +19,7 @@ use overdrive_sys::saved_tensors::{
     HooksGuard, PackedTensor, SavedTensor, SavedVariable, backward_pass, push_hooks,
 };
 use overdrive_sys::scoped_closure::ScopedClosure;
-use overdrive_sys::{CallbackError, CallbackResult, panic_text};
+use overdrive_sys::{CallbackError, CallbackResult};
 use tch::Tensor;
 
 use crate::context::Context;

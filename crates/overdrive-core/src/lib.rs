@@ -44,6 +44,7 @@ pub mod files;
 pub mod gpu_peaks;
 mod lock;
 mod output;
+mod panic;
 mod print;
 pub mod random;
 pub mod text;
@@ -56,4 +57,5 @@ pub use check::{
 pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE};
 pub use error::{Error, Result};
 pub use output::{OutputFolder, UnfinishedOutput, check_not_read, is_same_file};
+pub use panic::panic_text;
 pub use print::{print_error_line, print_line};

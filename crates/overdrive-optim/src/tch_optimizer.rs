@@ -56,11 +56,7 @@ impl TchOptimizer {
         // `AssertUnwindSafe`: tch panics after libtorch has returned, so its optimizer is not in the
         // middle of a change.
         catch_unwind(AssertUnwindSafe(|| call(inner))).map_err(|payload| {
-            let message = payload
-                .downcast_ref::<String>()
-                .cloned()
-                .or_else(|| payload.downcast_ref::<&str>().map(ToString::to_string))
-                .unwrap_or_else(|| "a panic without a message".to_string());
+            let message = overdrive_core::panic_text(&*payload).to_owned();
             Error::TchOptimizer { message }
         })
     }

@@ -7,6 +7,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use overdrive_core::panic_text;
+
 use crate::ffi::{RawClosure, RawFailure};
 
 /// The error of a callback. It must be able to cross threads, because libtorch runs the backward pass of
@@ -83,18 +85,6 @@ pub(crate) unsafe fn take_failure(payload: *mut c_void) -> Option<Failure> {
         .lock()
         .unwrap_or_else(PoisonError::into_inner)
         .take()
-}
-
-/// Returns the message of a panic.
-pub fn panic_text(payload: &(dyn Any + Send)) -> &str {
-    // `panic!` with a literal carries a `&str`, with arguments a `String`.
-    if let Some(text) = payload.downcast_ref::<&'static str>() {
-        text
-    } else if let Some(text) = payload.downcast_ref::<String>() {
-        text
-    } else {
-        "(a value that is not text)"
-    }
 }
 
 /// Moves a value to C++, which drops it once.

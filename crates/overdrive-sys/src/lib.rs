@@ -91,6 +91,6 @@ pub mod storage;
 pub mod threads;
 pub mod transfer;
 
-pub use callback::{CallbackError, CallbackResult, panic_text};
+pub use callback::{CallbackError, CallbackResult};
 pub use error::{Error, Result, is_out_of_memory, without_backtrace};
 pub use scalar_type::ScalarType;

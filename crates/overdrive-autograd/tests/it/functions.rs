@@ -496,7 +496,7 @@ fn backward_returns_the_error_of_a_function_unchanged() {
 #[test]
 fn a_panic_in_backward_resumes_in_the_caller_and_leaves_the_engine_usable() {
     let payload = catch_unwind(AssertUnwindSafe(|| failing("panic"))).unwrap_err();
-    assert_eq!(overdrive_sys::panic_text(&*payload), "layer 6 is on fire");
+    assert_eq!(overdrive_core::panic_text(&*payload), "layer 6 is on fire");
     assert_eq!(failing("none").unwrap(), Tensor::ones([2], F64));
 }
 

@@ -4,12 +4,13 @@
 //! So if batches take less than [`CHEAP`], the loader makes the next one itself instead of sleeping until a worker
 //! has it, and workers that wait for room are woken when half of the queue is free, and not for each batch.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use overdrive_core::panic_text;
 
 use super::LoaderState;
 use crate::sampling::BatchSampler;
@@ -54,17 +55,10 @@ impl<T> Source<T> {
         // Samplers, datasets and collate functions are the user's code; a panic in them becomes an error of
         // this batch.
         catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-            let message = message_of(panic.as_ref());
+            let message = panic_text(&*panic).to_owned();
             Next::Batch(Err(Error::Panicked { message }))
         })
     }
-}
-
-/// Returns the message of a panic; `panic_any` may have any value instead.
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let formatted = panic.downcast_ref::<String>().map(String::as_str);
-    let message = formatted.or_else(|| panic.downcast_ref::<&str>().copied());
-    message.unwrap_or("with a value that is no text").to_owned()
 }
 
 /// The running threads, which end when it is dropped.

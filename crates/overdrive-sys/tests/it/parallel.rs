@@ -5,8 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use overdrive_core::panic_text;
 use overdrive_sys::threads::{intra_op, parallel_for, with_team};
-use overdrive_sys::{op, panic_text, raw};
+use overdrive_sys::{op, raw};
 use tch::{Device, Kind, Tensor};
 
 #[test]

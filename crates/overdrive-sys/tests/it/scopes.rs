@@ -3,7 +3,7 @@
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use overdrive_sys::panic_text;
+use overdrive_core::panic_text;
 use overdrive_sys::scoped_closure::{Scope, ScopedClosure, scope};
 
 /// Panics when it is dropped.
