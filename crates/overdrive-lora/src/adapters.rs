@@ -10,7 +10,7 @@ use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::{
     LayerAdapters, LayerCopy, adapters_mut, adapters_of, check_name, split_or_insert, taken,
 };
-use crate::selection::{SavedModules, modules_to_save, resolve};
+use crate::selection::{SavedModules, modules_to_save, refuse_halves, resolve};
 use crate::trainable::{mark_only_lora_as_trainable, trainable_parameters};
 use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
 
@@ -72,6 +72,17 @@ pub fn add_lora<H: AdapterHost + ?Sized>(
 /// [`Error::Common`] for an invalid configuration, [`Error::BadName`], [`Error::NoTarget`] with the layers of the
 /// model, [`Error::NoModule`], [`Error::Merged`], [`Error::OtherAdapter`]. The model is then unchanged.
 pub fn add_adapter<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    name: &str,
+    config: &LoraConfig,
+    options: &AddOptions,
+) -> Result<Vec<String>> {
+    refuse_halves(host, config)?;
+    add(host, name, config, options)
+}
+
+/// Adds an adapter as [`add_adapter`] does, also one that cannot be trained.
+pub(crate) fn add<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
     config: &LoraConfig,

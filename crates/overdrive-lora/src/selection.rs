@@ -23,13 +23,32 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     }
     let head = host.head().map(str::to_owned);
     let matcher = Matcher::new(&config, head.as_deref())?;
+    let is_by_type = config.target_modules == Some(TargetModules::AllLinear);
     let mut layers = Vec::new();
     for name in &names {
-        if matcher.targets(name)? {
+        let is_linear =
+            !is_by_type || !host.is_parameter(name) || config.target_parameter(name).is_some();
+        if is_linear && matcher.targets(name)? {
             layers.push(name.clone());
         }
     }
     refuse_other_modules(host, &config, &matcher)?;
+    // As in PEFT, one of them must select something.
+    if let Some(targets) = config
+        .target_parameters
+        .as_ref()
+        .filter(|targets| !targets.is_empty())
+        && !layers
+            .iter()
+            .any(|name| config.target_parameter(name).is_some())
+    {
+        let expected = format!(
+            "a list with a parameter of the model, such as mlp.experts.down_proj; its layers are {}",
+            kinds_of(&names).join(", ")
+        );
+        let found = format!("{targets:?}");
+        return Err(overdrive_core::Error::option("target_parameters", found, expected).into());
+    }
     // An empty list is how a configuration trains full copies only.
     let none_wanted = config.target_modules == Some(TargetModules::Names(Vec::new()));
     if layers.is_empty() && !none_wanted {
@@ -39,6 +58,23 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
         });
     }
     Ok((config, layers))
+}
+
+/// Refuses to train adapters over parameters that are two layers of the model: A is one tensor of the parameter, and would be
+/// two different ones.
+pub(crate) fn refuse_halves<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    config: &LoraConfig,
+) -> Result<()> {
+    visit_linears(host, |name, _| match config.target_parameter(name) {
+        Some(own) if own.half.is_some() => {
+            let value = format!("a list with `{}`", own.name());
+            let expected = "without gate_up_proj for this model, whose experts have gate_proj and up_proj: train them through \
+                            `target_modules`, without `target_parameters`; an adapter over gate_up_proj can be loaded frozen";
+            Err(overdrive_core::Error::option("target_parameters", value, expected).into())
+        }
+        _ => Ok(()),
+    })
 }
 
 /// Refuses embeddings and norms as targets, which would silently get no adapter.

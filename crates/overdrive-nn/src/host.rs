@@ -76,6 +76,13 @@ pub trait AdapterHost {
         None
     }
 
+    /// Returns `true` if the layer `name` is a parameter, or a part of one, in the original implementation of the model:
+    /// PEFT has no linear layer there, so that `all-linear` leaves it out. The default is `false`.
+    fn is_parameter(&self, name: &str) -> bool {
+        let _ = name;
+        false
+    }
+
     /// Returns the name of the output layer, which `all-linear` leaves out. The default is `lm_head`.
     fn head(&self) -> Option<&str> {
         Some("lm_head")

@@ -1,9 +1,10 @@
 use overdrive_nn::{AdapterHost, AdapterState, Linear, Result};
 use tch::Tensor;
 
-use crate::CausalLm;
 use crate::causal_lm::Backbone;
+use crate::moe::is_expert_parameter;
 use crate::projections::visit_linear;
+use crate::{CausalLm, ModelConfig};
 
 /// Visits every linear layer of the blocks under its transformers module name, and `lm_head` last.
 impl AdapterHost for CausalLm {
@@ -31,5 +32,12 @@ impl AdapterHost for CausalLm {
 
     fn adapter_state(&mut self) -> Option<&mut AdapterState> {
         Some(&mut self.adapter_state)
+    }
+
+    fn is_parameter(&self, name: &str) -> bool {
+        match self.config() {
+            ModelConfig::Llama(config) => is_expert_parameter(config.family, name),
+            ModelConfig::Gpt2(_) => false,
+        }
     }
 }

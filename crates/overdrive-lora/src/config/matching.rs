@@ -18,6 +18,69 @@ pub(super) fn check(config: &LoraConfig) -> Result<()> {
     Ok(())
 }
 
+/// The parameter of a linear layer, in the names of transformers 5: that of all experts for a layer of one expert, otherwise
+/// `weight`.
+#[derive(Debug)]
+pub(crate) struct LayerParameter {
+    /// The module, such as `model.layers.7.mlp.experts`.
+    pub(crate) module: String,
+    pub(crate) parameter: String,
+    pub(crate) expert: Option<i64>,
+    /// The layer is the gate (0) or the projection up (1), which are one parameter, one below the other.
+    pub(crate) half: Option<i64>,
+}
+
+impl LayerParameter {
+    pub(crate) fn of(layer: &str) -> LayerParameter {
+        // Mixtral's names before version 5.
+        let layer = layer.replace(".block_sparse_moe.", ".mlp.");
+        let expert = || {
+            let (block, rest) = layer.rsplit_once(".experts.")?;
+            let (expert, name) = rest.split_once('.')?;
+            let (parameter, half) = match name {
+                "gate_proj" | "w1" => ("gate_up_proj", Some(0)),
+                "up_proj" | "w3" => ("gate_up_proj", Some(1)),
+                "w2" => ("down_proj", None),
+                other => (other, None),
+            };
+            Some(LayerParameter {
+                module: format!("{block}.experts"),
+                parameter: parameter.to_owned(),
+                expert: Some(expert.parse().ok()?),
+                half,
+            })
+        };
+        expert().unwrap_or_else(|| LayerParameter {
+            module: layer.clone(),
+            parameter: "weight".to_owned(),
+            expert: None,
+            half: None,
+        })
+    }
+
+    /// Returns `true` for experts and routers, which are no linear layers.
+    pub(crate) fn is_of_mixture(&self) -> bool {
+        self.expert.is_some() || self.module.ends_with(".mlp.gate")
+    }
+
+    /// Returns the full name, such as `model.layers.7.mlp.experts.gate_up_proj`.
+    pub(crate) fn name(&self) -> String {
+        format!("{}.{}", self.module, self.parameter)
+    }
+}
+
+impl LoraConfig {
+    /// Returns the parameter of the linear layer `layer` if `target_parameters` selects it.
+    pub(crate) fn target_parameter(&self, layer: &str) -> Option<LayerParameter> {
+        let targets = self.target_parameters.as_ref()?;
+        let own = LayerParameter::of(layer);
+        let name = format!(".{}", own.name());
+        let mut targets = targets.iter();
+        let is_selected = targets.any(|target| name.ends_with(&format!(".{target}")));
+        is_selected.then_some(own)
+    }
+}
+
 fn pattern_of_key(pattern: &str) -> String {
     // PEFT's `(.*\.)?(key)$` under `re.match`, which anchors at the start.
     format!(r"\A(?:.*\.)?(?:{pattern})\z")
@@ -40,6 +103,7 @@ pub(super) fn pattern_value<V: Copy>(
 /// The configuration's rules, compiled once for all modules.
 #[derive(Debug)]
 pub(crate) struct Matcher<'c> {
+    config: &'c LoraConfig,
     targets: Targets<'c>,
     excluded: Rule<'c>,
     saved: Vec<Regex>,
@@ -97,6 +161,7 @@ impl<'c> Matcher<'c> {
         let saved =
             saved.map(|name| compile("modules_to_save", &format!(r"\A(?:^|.*\.){name}(?:$|\..*)")));
         Ok(Matcher {
+            config,
             targets,
             excluded,
             saved: saved.collect::<Result<_>>()?,
@@ -106,6 +171,15 @@ impl<'c> Matcher<'c> {
 
     /// Returns `true` if the linear layer `name` gets an adapter.
     pub(crate) fn targets(&self, name: &str) -> Result<bool> {
+        if self.config.target_parameter(name).is_some() {
+            return Ok(true);
+        }
+        // To PEFT, experts are no linear layers: the rules for modules do not apply to them.
+        let targets = &self.config.target_parameters;
+        let by_parameter = targets.as_ref().is_some_and(|names| !names.is_empty());
+        if by_parameter && LayerParameter::of(name).is_of_mixture() {
+            return Ok(false);
+        }
         // As in PEFT, exclusions take precedence over every rule that selects.
         let (whole, suffix) = self.excluded.matches("exclude_modules", name)?;
         if whole || suffix {

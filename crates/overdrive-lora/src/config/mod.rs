@@ -4,7 +4,7 @@ mod matching;
 mod targets;
 
 pub use init_method::{InitLoraWeights, LoftqConfig};
-pub(crate) use matching::Matcher;
+pub(crate) use matching::{LayerParameter, Matcher};
 pub use targets::{LayerIndices, Names, TargetModules};
 
 use serde::{Deserialize, Serialize};
@@ -49,6 +49,11 @@ pub struct LoraConfig {
     /// The linear layers that get an adapter. Default `None`: PEFT's default for the architecture (`q_proj`
     /// and `v_proj`, or GPT-2's `c_attn`).
     pub target_modules: Option<TargetModules>,
+    /// The parameters that get adapters, in the names of transformers 5, complete or only their last components: those of
+    /// all experts of a layer (`mlp.experts.gate_up_proj`, `7.mlp.experts.down_proj`), or the weight of a router
+    /// (`gate.weight`). `target_modules` then selects none of them. Without dropout, DoRA and `lora_bias`, as in PEFT;
+    /// default none.
+    pub target_parameters: Option<Vec<String>>,
     /// The layers to exclude from the targets, as names or a pattern; default none.
     pub exclude_modules: Option<Names>,
     /// The biases that are trained; default none.
@@ -94,6 +99,7 @@ impl Default for LoraConfig {
             lora_alpha: 8.0,
             lora_dropout: 0.0,
             target_modules: None,
+            target_parameters: None,
             exclude_modules: None,
             bias: BiasMode::None,
             use_rslora: false,
@@ -125,6 +131,8 @@ pub(crate) struct LayerOptions {
 impl LoraConfig {
     /// Returns the rank, alpha and scale of the layer `name`.
     pub(crate) fn layer_options(&self, name: &str) -> Result<LayerOptions> {
+        let parameter = self.target_parameter(name).map(|own| own.name());
+        let name = parameter.as_deref().unwrap_or(name);
         let rank = matching::pattern_value("rank_pattern", &self.rank_pattern, name)?;
         let alpha = matching::pattern_value("alpha_pattern", &self.alpha_pattern, name)?;
         let rank = rank.unwrap_or(self.r);
@@ -194,6 +202,19 @@ impl LoraConfig {
             "true",
             format!("false with `init_lora_weights` {}", self.init_lora_weights),
         )?;
+        if self
+            .target_parameters
+            .as_ref()
+            .is_some_and(|names| !names.is_empty())
+        {
+            let with = "with `target_parameters`, as in PEFT";
+            check_option(dropout == 0.0, "lora_dropout", dropout, format!("0 {with}"))?;
+            check_option(!self.use_dora, "use_dora", true, format!("false {with}"))?;
+            check_option(!self.lora_bias, "lora_bias", true, format!("false {with}"))?;
+            let plain = plain || self.init_lora_weights == InitLoraWeights::Gaussian;
+            let expected = format!("true, false or gaussian {with}");
+            check_option(plain, "init_lora_weights", self.init_lora_weights, expected)?;
+        }
         self.init_lora_weights.validate()?;
         if self.init_lora_weights == InitLoraWeights::Orthogonal {
             // A and B each get half of the rows of one orthogonal r × r matrix.

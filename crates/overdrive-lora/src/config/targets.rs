@@ -8,7 +8,8 @@ pub enum TargetModules {
     Names(Vec<String>),
     /// A regular expression in Python's syntax that matches the whole name.
     Pattern(String),
-    /// Every linear layer except the head.
+    /// Every linear layer except the head, and those that are
+    /// [parameters](overdrive_nn::AdapterHost::is_parameter) in the original.
     AllLinear,
 }
 

@@ -2,6 +2,7 @@ use overdrive_autograd::NoGradGuard;
 use overdrive_nn::{AdapterHost, LinearWeight};
 use tch::Tensor;
 
+use super::experts::Places;
 use crate::config::LayerOptions;
 use crate::host::{is_bias, module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
@@ -26,6 +27,7 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
     config: &LoraConfig,
     layers: &[String],
     saved: &SavedModules,
+    places: &Places,
 ) -> Result<Vec<Entry>> {
     let mut entries = Vec::new();
     let mut push = |key: String, older: Option<String>, shape: &[i64]| {
@@ -40,8 +42,21 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
         let targeted = layers.iter().any(|own| own == name);
         if targeted {
             let LayerOptions { rank, .. } = config.layer_options(name)?;
-            push(format!("{name}.lora_A.weight"), None, &[rank, inputs]);
-            push(format!("{name}.lora_B.weight"), None, &[outputs, rank]);
+            let (module, ranks, outputs) = match places.get(name) {
+                None => (name, rank, outputs),
+                // One entry for all.
+                Some(place) if place.expert > 0 || place.half == Some(1) => return Ok(()),
+                Some(place) => {
+                    let halves = if place.half.is_some() { 2 } else { 1 };
+                    (
+                        place.module.as_str(),
+                        rank * place.experts,
+                        halves * outputs,
+                    )
+                }
+            };
+            push(format!("{module}.lora_A.weight"), None, &[ranks, inputs]);
+            push(format!("{module}.lora_B.weight"), None, &[outputs, ranks]);
             if config.lora_bias {
                 push(format!("{name}.lora_B.bias"), None, &[outputs]);
             }

@@ -4,15 +4,17 @@ use std::path::Path;
 use overdrive_autograd::NoGradGuard;
 use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_safetensors::{MappedFile, StoredTensor};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
+use super::experts::Places;
 use super::keys::{Entry, PREFIX, expected, visit};
 use super::{CONFIG, WEIGHTS};
+use crate::adapters::add;
 use crate::host::{visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_mut;
-use crate::selection::{modules_to_save, resolve};
+use crate::selection::{modules_to_save, refuse_halves, resolve};
 use crate::{
-    AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result, add_adapter, delete_adapter,
+    AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result, delete_adapter,
     set_requires_grad,
 };
 
@@ -89,7 +91,11 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let saved = modules_to_save(host, &config)?;
     // The file is compared with the model before the model is changed.
     let file = open(dir)?;
-    let wanted = expected(host, &config, &layers, &saved)?;
+    let places = Places::of(host, &config)?;
+    if options.trainable {
+        refuse_halves(host, &config)?;
+    }
+    let wanted = expected(host, &config, &layers, &saved, &places)?;
     let stored = fit(&file, &wanted, host, config.bias)?;
     let making = LoraConfig {
         // The file's values overwrite the random ones; the default method draws the fewest.
@@ -111,12 +117,12 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
         }),
         ..config.clone()
     };
-    let add = AddOptions {
+    let adding = AddOptions {
         autocast_adapter_dtype: options.autocast_adapter_dtype,
         ..AddOptions::default()
     };
-    let layers = add_adapter(host, name, &making, &add)?;
-    let filled = fill(host, name, &config, &stored);
+    let layers = add(host, name, &making, &adding)?;
+    let filled = fill(host, name, &config, &stored, &places);
     if filled.is_err() {
         let _ = delete_adapter(host, name);
     }
@@ -306,11 +312,25 @@ fn fill<H: AdapterHost + ?Sized>(
     name: &str,
     config: &LoraConfig,
     stored: &Fitted<'_>,
+    places: &Places,
 ) -> Result<()> {
     let _no_grad = NoGradGuard::new();
+    // The tensors of all experts of a layer, of which each expert gets its part.
+    let mut read: HashMap<String, Tensor> = HashMap::new();
     visit(host, name, config.bias, &mut |key, tensor: &Tensor| {
         if let Some(stored) = stored.tensors.get(&key) {
             stored.copy_into(tensor)?;
+        }
+        let part = places.part(&key, |whole| {
+            if !read.contains_key(&whole)
+                && let Some(stored) = stored.tensors.get(&whole)
+            {
+                read.insert(whole.clone(), stored.copy_to_tensor(None, Device::Cpu)?);
+            }
+            Ok(read.get(&whole).map(Tensor::shallow_clone))
+        })?;
+        if let Some(part) = part {
+            tensor.f_detach()?.f_copy_(&part)?;
         }
         Ok(())
     })?;

@@ -1,5 +1,6 @@
 //! PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
 
+mod experts;
 mod keys;
 mod load;
 mod save;

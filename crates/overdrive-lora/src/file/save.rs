@@ -2,9 +2,11 @@ use std::path::Path;
 
 use overdrive_nn::AdapterHost;
 
+use super::experts::Places;
 use super::keys::{PREFIX, visit};
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::adapter_names;
+use crate::config::LayerParameter;
 use crate::host::{module_copies, visit_linears};
 use crate::layer_adapters::adapters_of;
 use crate::{Error, LoraConfig, Result};
@@ -13,7 +15,8 @@ use crate::{Error, LoraConfig, Result};
 /// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
 /// [`load_adapter`](crate::load_adapter) read them. The folder is created if it does not exist.
 ///
-/// The configuration has `inference_mode: true`, as PEFT's does. The tensors are those of the adapter alone, even
+/// The configuration has `inference_mode: true`, as PEFT's does, and `lora_dropout: 0` if experts or routers have adapters: dropout only
+/// matters in training, and PEFT refuses it there, because with transformers 5 they are parameters. The tensors are those of the adapter alone, even
 /// while it is merged.
 ///
 /// # Errors
@@ -32,9 +35,18 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     };
     let mut tensors = Vec::new();
     visit(host, name, config.bias, &mut |key, tensor| {
-        tensors.push((format!("{PREFIX}{key}"), tensor.f_detach()?));
+        tensors.push((key, tensor.f_detach()?));
         Ok(())
     })?;
+    let is_of_mixture = |key: &str| {
+        let layer = key.split_once(".lora_").map(|(layer, _)| layer);
+        layer.is_some_and(|layer| LayerParameter::of(layer).is_of_mixture())
+    };
+    let has_mixture = tensors.iter().any(|(key, _)| is_of_mixture(key));
+    let tensors = Places::of(host, &config)?.join(tensors)?.into_iter();
+    let tensors: Vec<_> = tensors
+        .map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor))
+        .collect();
     std::fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     // PEFT's own files have this key, and transformers refuses a file without it.
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
@@ -42,6 +54,11 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     // Writes the configuration last, so that a folder that has one is complete.
     let config = LoraConfig {
         inference_mode: true,
+        lora_dropout: if has_mixture {
+            0.0
+        } else {
+            config.lora_dropout
+        },
         ..config
     };
     let text = config.to_json();

@@ -4,6 +4,7 @@
 mod by_row;
 mod common;
 mod config;
+mod experts;
 mod files;
 mod gradients;
 mod layers;

@@ -85,6 +85,9 @@ options! {
             /// architecture.
             target_modules: Option<OneOrMany<String>> = None =>
                 Finetune("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
+            /// The parameters of all experts of a layer that get adapters, such as mlp.experts.down_proj, with `lora_dropout`
+            /// 0. Default: none.
+            target_parameters: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
             exclude_modules: Option<OneOrMany<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// The indices of the blocks whose layers get adapters, a number or a list. Default: all.
@@ -165,6 +168,7 @@ impl FinetuneArguments {
                     names => TargetModules::Names(names.to_vec()),
                 },
             }),
+            target_parameters: self.target_parameters.clone(),
             exclude_modules: self.exclude_modules.clone().map(Names::from),
             layers_to_transform: self.layers_to_transform.clone(),
             layers_pattern: self.layers_pattern.clone().map(Names::from),

@@ -132,6 +132,7 @@ fn check(settings: &Map<String, Value>) -> Result<f64> {
     for key in [
         "use_dora",
         "alpha_pattern",
+        "target_parameters",
         "modules_to_save",
         "bias",
         "trainable_token_indices",

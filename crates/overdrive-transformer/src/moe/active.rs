@@ -1,3 +1,4 @@
+use super::names::is_of_expert;
 use crate::config::ModelConfig;
 use crate::{CausalLm, ParameterSpec};
 
@@ -38,9 +39,4 @@ impl CausalLm {
             (experts.num_experts_per_tok, experts.num_experts)
         })
     }
-}
-
-/// Returns `true` for the name of a weight of an expert, with or without the prefix of an adapter.
-fn is_of_expert(name: &str) -> bool {
-    name.contains(".experts.")
 }

@@ -47,6 +47,20 @@ pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
     }
 }
 
+/// Returns `true` for the name of a weight or layer of an expert, with or without the prefix of an adapter.
+pub(crate) fn is_of_expert(name: &str) -> bool {
+    name.contains(".experts.")
+}
+
+/// Returns `true` for an expert's layer and a router that no version of transformers has as a linear layer. Those of the other
+/// families were linear layers before version 5, and PEFT converts adapters of them.
+pub(crate) fn is_expert_parameter(family: LlamaFamily, module: &str) -> bool {
+    let is_parameter = family.has_packed_experts() || family == LlamaFamily::Qwen35Moe;
+    // The router of Gemma 4 has a linear layer inside.
+    let is_router = module.ends_with(".mlp.router") || module.ends_with(".mlp.gate");
+    is_parameter && (is_router || is_of_expert(module))
+}
+
 /// Returns the names of the factors of the channels and of the experts in a router of Gemma 4.
 pub(crate) fn router_scale_names(prefix: &str) -> [String; 2] {
     ["scale", "per_expert_scale"].map(|name| format!("{prefix}.router.{name}"))

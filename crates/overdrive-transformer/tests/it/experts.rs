@@ -135,6 +135,35 @@ fn experts_take_adapters_under_their_names_on_disk() {
 }
 
 #[test]
+fn all_linear_selects_what_is_a_linear_layer_in_transformers() {
+    let has = |case: &str, targets: Option<&[&str]>| {
+        let config = LoraConfig {
+            target_modules: Some(TargetModules::AllLinear),
+            target_parameters: targets.map(|names| names.iter().map(ToString::to_string).collect()),
+            ..LoraConfig::default()
+        };
+        let added = add_adapter(&mut load(case), "a", &config, &AddOptions::default()).unwrap();
+        move |part: &str| added.iter().filter(|name| name.contains(part)).count()
+    };
+    // Both were linear layers before version 5 of transformers, and PEFT converts their adapters.
+    let layers = has("qwen3_moe", None);
+    assert_eq!((layers(".mlp.gate"), layers(".experts.")), (3, 2 * 12 * 3));
+    let layers = has("gpt_oss", None);
+    assert_eq!(
+        (layers("q_proj"), layers(".router"), layers(".experts.")),
+        (2, 0, 0)
+    );
+    let layers = has("gpt_oss", Some(&["1.mlp.experts.down_proj"]));
+    assert_eq!(
+        (layers("q_proj"), layers(".router"), layers(".experts.")),
+        (2, 0, 4)
+    );
+    // A router with a linear layer inside.
+    let layers = has("gemma4_moe", None);
+    assert_eq!((layers(".router.proj"), layers(".experts.")), (3, 0));
+}
+
+#[test]
 fn wrong_keys_of_experts_are_named() {
     let refused = |case: &str, key: &str, value: serde_json::Value| {
         let dir = copy_of(case);

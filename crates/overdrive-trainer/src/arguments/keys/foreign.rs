@@ -39,7 +39,7 @@ pub(super) static UNSET: &[Key] = rows! { Null;
     "torch_empty_cache_steps", "optim_args", "optim_target_modules", "neftune_noise_alpha", "parallelism_config",
     "model_init_kwargs", "dataset_kwargs", "eval_packing", "revision", "layer_replication", "eva_config",
     "corda_config", "lora_ga_config", "arrow_config", "megatron_config", "alora_invocation_tokens", "use_bdlora",
-    "target_parameters", "velora_config", "kasa_config", "monteclora_config", "ld_alpha", "loss_weights",
+    "velora_config", "kasa_config", "monteclora_config", "ld_alpha", "loss_weights",
 };
 
 /// Switches that Overdrive has no equivalent of, which must be off.
