@@ -247,8 +247,8 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
             let message = Message::from(fields.clone());
             match message.lacks_content() {
                 false => message.with_text().map_err(|error| match error {
-                    Error::Conversation(what) => {
-                        wrong(&what.replacen('`', &format!("`messages[{index}]."), 1))
+                    Error::MessageContent(what) => {
+                        wrong(&format!("`messages[{index}].content` {what}"))
                     }
                     other => other,
                 }),

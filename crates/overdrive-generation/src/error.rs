@@ -241,6 +241,9 @@ pub enum Error {
     /// A conversation is malformed.
     #[error("conversation: {0}")]
     Conversation(String),
+    /// The content of a message is not a text.
+    #[error("conversation: `content` {0}")]
+    MessageContent(String),
     /// An error of the model.
     #[error(transparent)]
     Model(#[from] overdrive_transformer::Error),

@@ -91,9 +91,9 @@ impl Message {
     /// tools, has an empty text.
     ///
     /// # Errors
-    /// [`Error::Conversation`] with what is wrong with `content`.
+    /// [`Error::MessageContent`] with what is wrong with it.
     pub fn with_text(mut self) -> Result<Message> {
-        let wrong = |what: String| Error::Conversation(format!("`content` {what}"));
+        let wrong = Error::MessageContent;
         let text = match self.get("content") {
             Some(Value::String(_)) => return Ok(self),
             None | Some(Value::Null) if self.role() == "assistant" => String::new(),
