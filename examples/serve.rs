@@ -79,6 +79,10 @@ struct Flags {
     /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
+    /// Origins of web pages that may use the server (CORS), such as https://chat.example.org; * for every page [default:
+    /// only pages of the server's own address]
+    #[arg(long, value_name = "ORIGIN", num_args = 1.., value_delimiter = ',')]
+    allowed_origins: Vec<String>,
     /// Maximum number of open connections; requests on further connections get status 503
     #[arg(long, default_value_t = 512)]
     max_connections: usize,
@@ -119,6 +123,7 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     let mut options = ServerOptions::default();
     options.api_key = ApiKey::from_env()?;
+    options.allowed_origins.clone_from(&flags.allowed_origins);
     options.max_connections = flags.max_connections;
     options.header_timeout = Duration::from_secs(flags.header_timeout);
     options.write_timeout = Duration::from_secs(flags.write_timeout);

@@ -79,8 +79,8 @@ pub(crate) fn take(
             return Ok(message);
         }
         message.with_text().map_err(|error| match error {
-            Error::Conversation(what) => {
-                ApiError::field(name, what.replacen('`', &format!("`{param}."), 1))
+            Error::MessageContent(what) => {
+                ApiError::field(name, format!("`{param}.content` {what}"))
             }
             other => other.into(),
         })

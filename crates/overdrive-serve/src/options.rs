@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use axum::http::Uri;
 use overdrive_core::{check_at_least, check_option};
 use overdrive_transformer::PoolingMode;
 
@@ -11,6 +12,9 @@ use crate::{ApiKey, Result};
 pub struct ServerOptions {
     /// The key that requests must carry, except those to `/health` and `/metrics`. Default `None`: no key is needed.
     pub api_key: Option<ApiKey>,
+    /// The origins of the web pages that may use the server (CORS), such as `https://chat.example.org`; `*` stands for every
+    /// page. Default none: a browser lets only pages of the server's own address read its answers.
+    pub allowed_origins: Vec<String>,
     /// The largest number of open connections; requests on further ones are answered with 503, and the connection is
     /// closed. Default 512.
     pub max_connections: usize,
@@ -46,6 +50,7 @@ impl Default for ServerOptions {
     fn default() -> Self {
         ServerOptions {
             api_key: None,
+            allowed_origins: Vec::new(),
             max_connections: 512,
             header_timeout: Duration::from_secs(30),
             write_timeout: Duration::from_secs(30),
@@ -67,6 +72,16 @@ impl ServerOptions {
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn validate(&self) -> Result<()> {
+        for origin in &self.allowed_origins {
+            let expected =
+                "`*`, or a scheme and a host without a path, such as https://chat.example.org";
+            check_option(
+                is_origin(origin),
+                "allowed_origins",
+                format!("{origin:?}"),
+                expected,
+            )?;
+        }
         // Tokio's semaphores hold an eighth of the integers; no server needs a millionth of them.
         let most = 1 << 20;
         let valid = (1..=most).contains(&self.max_connections);
@@ -83,4 +98,14 @@ impl ServerOptions {
         let expected = format!("from 1 to {most}");
         Ok(check_option(valid, "max_queue", self.max_queue, expected)?)
     }
+}
+
+/// Returns `true` for what a browser sends as `Origin`, and for `*`.
+fn is_origin(text: &str) -> bool {
+    // Pages of files have the origin `null`.
+    matches!(text, "*" | "null") || text.parse::<Uri>().is_ok_and(|uri| {
+        let (scheme, host) = (uri.scheme_str(), uri.authority());
+        // A path is more than an origin, also if it is only a slash.
+        matches!((scheme, host), (Some(scheme), Some(host)) if text == format!("{scheme}://{host}"))
+    })
 }

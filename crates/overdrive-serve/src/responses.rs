@@ -112,7 +112,7 @@ pub(crate) async fn responses(
     let functions = tools.into_iter().map(tool).collect::<ApiResult<Vec<_>>>()?;
     fields.set("tools", functions);
     if let Some(choice) = choice {
-        fields.set("tool_choice", chat_choice(choice));
+        fields.set("tool_choice", chat_choice(choice)?);
     }
     let format = format.map(|format| {
         let inner = Some(Value::Object(format.clone()));
@@ -177,12 +177,16 @@ fn tool(tool: Value) -> ApiResult<Value> {
 }
 
 /// Returns `tool_choice` in the form of a chat.
-fn chat_choice(choice: Value) -> Value {
-    match choice.get("name") {
-        Some(name) if choice["type"] == "function" => {
-            json!({"type": "function", "function": {"name": name}})
+fn chat_choice(choice: Value) -> ApiResult<Value> {
+    match choice["type"].as_str() {
+        Some("function") => tool(choice),
+        Some("allowed_tools") => {
+            let tools = choice["tools"].as_array().into_iter().flatten();
+            let tools = tools.cloned().map(tool).collect::<ApiResult<Vec<_>>>()?;
+            let allowed = json!({"mode": choice["mode"], "tools": tools});
+            Ok(json!({"type": "allowed_tools", "allowed_tools": allowed}))
         }
-        _ => choice,
+        _ => Ok(choice),
     }
 }
 

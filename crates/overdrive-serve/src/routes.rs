@@ -5,12 +5,14 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use serde_json::{Value, json};
+use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
+use crate::ServerOptions;
 use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::chat::chat_completions;
 use crate::completions::completions;
@@ -59,7 +61,7 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let router = SCORE
         .into_iter()
         .fold(router, |router, path| router.route(path, post(score)));
-    router
+    let routes = router
         .route(HEALTH, get(health))
         .route(METRICS, get(metrics))
         .route(MODELS, get(models))
@@ -75,18 +77,40 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(&shared), guard))
-        .with_state(shared)
+        .with_state(Arc::clone(&shared));
+    with_cors(routes, &shared.options)
+}
+
+/// Lets web pages of the origins in the options use the routes. The layer is the outermost one: a browser asks for
+/// permission without the key.
+fn with_cors(routes: Router, options: &ServerOptions) -> Router {
+    let origins = &options.allowed_origins;
+    if origins.is_empty() {
+        return routes;
+    }
+    let allowed = match origins.iter().any(|origin| origin == "*") {
+        true => AllowOrigin::any(),
+        false => AllowOrigin::list(origins.iter().filter_map(|origin| origin.parse().ok())),
+    };
+    routes.layer(
+        CorsLayer::new()
+            .allow_origin(allowed)
+            .allow_methods([Method::GET, Method::POST])
+            // Not `*`, which does not include `Authorization`.
+            .allow_headers(AllowHeaders::mirror_request()),
+    )
 }
 
 /// The routes of a connection beyond `max_connections`: only those of the operator, whose probes would otherwise kill a
 /// server for being full.
 pub(crate) fn router_when_full(shared: Arc<Shared>) -> Router {
-    Router::new()
+    let routes = Router::new()
         .route(HEALTH, get(health))
         .route(METRICS, get(metrics))
         .fallback(full)
         .layer(from_fn_with_state(Arc::clone(&shared), guard))
-        .with_state(shared)
+        .with_state(Arc::clone(&shared));
+    with_cors(routes, &shared.options)
 }
 
 async fn full(State(shared): State<Arc<Shared>>) -> ApiError {

@@ -115,15 +115,21 @@ impl Tools {
             return Err(ApiError::field("tools", message));
         }
         let functions = list.iter().map(function).collect::<ApiResult<Vec<_>>>()?;
-        let tools = Tools {
+        let mut tools = Tools {
             list,
             functions,
             is_parallel,
         };
         let invalid = |choice: &Value| {
-            let expected =
-                "none, auto, required, or an object of type function with the name of a tool";
+            let expected = "none, auto, required, an object of type function with the name of a tool, \
+                            or one of type allowed_tools with its mode (auto, required) and names of tools";
             ApiError::range("tool_choice", shorten(&choice.to_string()), expected)
+        };
+        let choice = match choice {
+            Some(choice) if choice["type"] == "allowed_tools" => {
+                Some(tools.allow(&choice).ok_or_else(|| invalid(&choice))?)
+            }
+            choice => choice,
         };
         match &choice {
             None => Ok((Some(tools), None)),
@@ -144,6 +150,28 @@ impl Tools {
                 Ok((Some(tools), Some(schema)))
             }
         }
+    }
+
+    /// Keeps the tools that a choice of type `allowed_tools` names, and returns its mode; `None` if the choice is invalid.
+    fn allow(&mut self, choice: &Value) -> Option<Value> {
+        fn name(tool: &Value) -> Option<&str> {
+            tool.pointer("/function/name")?.as_str()
+        }
+        let allowed = choice.get("allowed_tools")?;
+        let mode = allowed
+            .get("mode")
+            .filter(|mode| *mode == "auto" || *mode == "required")?;
+        let tools = allowed.get("tools")?.as_array()?.iter();
+        let names: Vec<&str> = tools.map(name).collect::<Option<_>>()?;
+        let are_known = names.iter().all(|name| self.parameters(name).is_some());
+        if names.is_empty() || !are_known {
+            return None;
+        }
+        self.list
+            .retain(|tool| name(tool).is_some_and(|name| names.contains(&name)));
+        self.functions
+            .retain(|(name, _)| names.contains(&name.as_str()));
+        Some(mode.clone())
     }
 
     /// Returns the schema of one call of one of the chosen functions.

@@ -415,6 +415,48 @@ fn tools_change_the_prompt_unless_none_may_be_called() {
 }
 
 #[test]
+fn only_the_allowed_tools_are_in_the_prompt_and_may_be_called() {
+    let server = TestServer::start(|_| {});
+    let allowed = |mode: &str, names: &[&str]| {
+        let name = |name: &&str| json!({"type": "function", "function": {"name": name}});
+        let tools: Vec<Value> = names.iter().map(name).collect();
+        json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
+    };
+    let body = |tools: &Value, choice: Value| {
+        json!({"messages": user("go"), "max_tokens": 120, "temperature": 0, "tools": tools,
+            "tool_choice": choice, "logit_bias": no_space()})
+    };
+    let (both, time) = (tools(), json!([tools()[1]]));
+    let (some, all) = (
+        allowed("auto", &["time"]),
+        allowed("auto", &["time", "weather"]),
+    );
+    for (choice, alone) in [(some, &time), (all, &both)] {
+        let answer = ask(&server, &body(&both, choice)).json();
+        let expected = ask(&server, &body(alone, json!("auto"))).json();
+        assert_eq!(answer["choices"], expected["choices"]);
+        let tokens = |answer: &Value| answer["usage"]["prompt_tokens"].clone();
+        assert_eq!(tokens(&answer), tokens(&expected));
+    }
+    for name in ["time", "weather"] {
+        let answer = ask(&server, &body(&both, allowed("required", &[name]))).json();
+        let call = &answer["choices"][0]["message"]["tool_calls"][0]["function"];
+        assert_eq!(call["name"], name, "{answer}");
+    }
+    for wrong in [
+        allowed("auto", &[]),
+        allowed("auto", &["other"]),
+        allowed("none", &["time"]),
+        json!({"type": "allowed_tools"}),
+    ] {
+        let error = ask(&server, &body(&both, wrong)).error(400);
+        assert_eq!(error["param"], "tool_choice");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("allowed_tools"), "{message}");
+    }
+}
+
+#[test]
 fn a_template_without_tools_refuses_them() {
     let plain = ChatTemplate::new("{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
     let server = TestServer::with(|_| {}, |_| {}, Some(plain));

@@ -199,6 +199,7 @@ fn calls_of_functions_are_items() {
     for choice in [
         json!("required"),
         json!({"type": "function", "name": "weather"}),
+        json!({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}),
     ] {
         let mut body = json!({"input": "go", "tools": tools, "tool_choice": choice, "max_output_tokens": 120,
             "seed": 6, "logit_bias": no_space(),

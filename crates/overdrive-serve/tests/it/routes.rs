@@ -1,6 +1,6 @@
 //! Tests of what every request passes: routes, keys, the form of bodies.
 
-use overdrive_serve::ApiKey;
+use overdrive_serve::{ApiKey, ServerOptions};
 use serde_json::json;
 
 use crate::client::{get, metric, post, receive, send};
@@ -57,6 +57,82 @@ fn paths_and_methods_that_do_not_exist_are_answered_with_those_that_do() {
         let error = get(server.address, path).error(405);
         let message = error["message"].as_str().unwrap();
         assert!(message.contains("use POST"), "{error}");
+    }
+}
+
+#[test]
+fn web_pages_of_allowed_origins_may_use_the_server() {
+    let (own, other) = ("https://chat.example.org", "https://other.example.org");
+    let allowed = |server: &TestServer, method: &str, path: &str, origin: &str| {
+        let headers = [
+            ("Origin", origin),
+            ("Access-Control-Request-Method", "POST"),
+            (
+                "Access-Control-Request-Headers",
+                "authorization,content-type",
+            ),
+        ];
+        let answer = receive(send(server.address, method, path, &headers, b""));
+        let header = |name: &str| answer.headers.get(name).cloned().unwrap_or_default();
+        if method == "OPTIONS" && !header("access-control-allow-origin").is_empty() {
+            assert_eq!(answer.status, 200);
+            assert_eq!(
+                header("access-control-allow-headers"),
+                "authorization,content-type"
+            );
+            assert!(header("access-control-allow-methods").contains("POST"));
+        }
+        header("access-control-allow-origin")
+    };
+    let asks = [
+        ("OPTIONS", "/v1/chat/completions"),
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+    ];
+
+    let none = TestServer::start(|_| {});
+    let one = TestServer::start(|options| {
+        options.allowed_origins = vec![own.to_owned()];
+        // A browser asks for permission without it, and a page must be able to read that it is missing.
+        options.api_key = Some(ApiKey::new("sk-1").unwrap());
+    });
+    let all = TestServer::start(|options| options.allowed_origins = vec!["*".to_owned()]);
+    for (method, path) in asks {
+        assert_eq!(allowed(&none, method, path, own), "");
+        assert_eq!(allowed(&one, method, path, own), own);
+        assert_ne!(allowed(&one, method, path, other), other);
+        assert_eq!(allowed(&all, method, path, other), "*");
+    }
+}
+
+#[test]
+fn an_allowed_origin_has_a_scheme_and_no_path() {
+    let check = |origin: &str| {
+        let mut options = ServerOptions::default();
+        options.allowed_origins = vec![origin.to_owned()];
+        options.validate()
+    };
+    for valid in [
+        "*",
+        "null",
+        "https://a.example",
+        "http://localhost:3000",
+        "http://[::1]:80",
+    ] {
+        check(valid).unwrap();
+    }
+    for wrong in [
+        "",
+        "localhost:3000",
+        "https://a.example/",
+        "https://a.example/x",
+        "a b",
+    ] {
+        let error = check(wrong).unwrap_err().to_string();
+        assert!(
+            error.contains("allowed_origins") && error.contains("without a path"),
+            "{error}"
+        );
     }
 }
 
