@@ -10,8 +10,6 @@
 //!     --input questions.jsonl --output answers.jsonl --max-new-tokens 200
 //! ```
 
-use std::fs::File;
-use std::io::{BufReader, Read, Write, stdin, stdout};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,16 +18,15 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
-use overdrive::core::check_not_read;
 use overdrive::core::text::{Lines, in_one_line};
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    GenerationFlags, ModelFlags, TemplateFlags, check_output_file, generation_config,
+    GenerationFlags, JsonLines, ModelFlags, TemplateFlags, generation_config, open_input,
     print_error_line,
 };
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 /// Answers a file of conversations
 ///
@@ -79,10 +76,7 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
-    check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
-    if flags.output != Path::new("-") {
-        check_output_file("--output", &flags.output)?;
-    }
+    JsonLines::check("--output", &flags.output, ("--input", &flags.input))?;
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = generation_config(&flags.generation, &files, 256)?;
@@ -115,11 +109,7 @@ fn run(flags: &Flags) -> Result<()> {
     options.engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
     options.engine.kv_cache_dtype = flags.kv_cache_dtype;
     options.engine.enforce_eager = flags.enforce_eager;
-    let mut output = open(&flags.output)?;
-    let name = match flags.output.to_str() {
-        Some("-") => "cannot write to standard output".to_owned(),
-        _ => format!("cannot write {}", flags.output.display()),
-    };
+    let mut output = JsonLines::create(&flags.output)?;
     let mut answers = 0;
     let mut written = Ok(());
     let mut lines = lines.into_iter();
@@ -133,7 +123,7 @@ fn run(flags: &Flags) -> Result<()> {
         |answer| {
             answers += 1;
             let line = lines.next().unwrap_or_default();
-            written = write(&mut output, line, answer).with_context(|| name.clone());
+            written = output.write(&answered(line, answer));
             match written {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(_) => ControlFlow::Break(()),
@@ -152,17 +142,8 @@ fn run(flags: &Flags) -> Result<()> {
 
 /// Reads JSON Lines; each value comes with its file and line.
 fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
-    let (source, name): (Box<dyn Read>, _) = match path.to_str() {
-        Some("-") => (Box::new(stdin()), "standard input".into()),
-        _ => {
-            let name = path.display().to_string();
-            (
-                Box::new(File::open(path).with_context(|| name.clone())?),
-                name,
-            )
-        }
-    };
-    let lines = (1..).zip(Lines::new(BufReader::new(source), &name));
+    let (source, name) = open_input(path)?;
+    let lines = (1..).zip(Lines::new(source, &name));
     Ok(lines.filter_map(move |(number, line)| {
         let location = format!("{name}, line {number}");
         match line {
@@ -179,22 +160,8 @@ fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
     }))
 }
 
-fn open(path: &Path) -> Result<Box<dyn Write>> {
-    Ok(match path.to_str() {
-        Some("-") => Box::new(stdout()),
-        _ => {
-            let file = File::create(path);
-            Box::new(file.with_context(|| format!("cannot write {}", path.display()))?)
-        }
-    })
-}
-
-/// Writes the line of one conversation.
-fn write(
-    target: &mut dyn Write,
-    line: Value,
-    answer: overdrive::generation::Result<Answer>,
-) -> Result<()> {
+/// Returns the line of one conversation with its answer.
+fn answered(line: Value, answer: overdrive::generation::Result<Answer>) -> Map<String, Value> {
     // A plain list has no other fields to copy.
     let mut fields = match line {
         Value::Object(fields) => fields,
@@ -211,9 +178,5 @@ fn write(
         }
         Err(error) => fields.insert("error".to_owned(), json!(error.to_string())),
     };
-    // In one write: a program that is killed leaves no part of a line.
-    let mut text = serde_json::to_vec(&fields)?;
-    text.push(b'\n');
-    target.write_all(&text)?;
-    Ok(target.flush()?)
+    fields
 }

@@ -2,6 +2,8 @@
 //! `/v1/embeddings`, `/tokenize`, `/detokenize`, `/tokenizer_info`, `/health` and `/metrics`. All requests share one batch
 //! and one cache. Instead of text, a model of embeddings answers `/v1/embeddings`, and a reranker `/v1/rerank`.
 //!
+//! With `--run-batch` it answers the requests in a file in OpenAI's batch format instead.
+//!
 //! SIGTERM and Ctrl-C let the requests in progress finish; a second signal aborts them. Clients need a key only if
 //! OVERDRIVE_API_KEY is set.
 //!
@@ -24,12 +26,12 @@ use overdrive::generation::{
 };
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
-use overdrive::serve::{ApiKey, PoolingModel, ServedModel, Server, ServerOptions};
+use overdrive::serve::{ApiKey, BatchRequest, PoolingModel, ServedModel, Server, ServerOptions};
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::{CausalLm, PoolingMode, PoolingTask};
 use overdrive_examples::{
-    ModelFlags, TemplateFlags, assistant_tokenizer, local_adapter, local_model, model_name,
-    print_error_line, print_line,
+    JsonLines, ModelFlags, TemplateFlags, assistant_tokenizer, local_adapter, local_model,
+    model_name, open_input, print_error_line, print_line,
 };
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -47,6 +49,12 @@ struct Flags {
     /// Adapter in PEFT's format, which requests select with NAME as their model; may be repeated
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, conflicts_with = "adapter")]
     lora: Vec<(String, PathBuf)>,
+    /// Answer the requests in this file, JSON Lines in OpenAI's batch format, instead of listening; - is stdin
+    #[arg(long, value_name = "FILE")]
+    run_batch: Option<PathBuf>,
+    /// Output file of --run-batch; - is stdout
+    #[arg(long, default_value = "-", requires = "run_batch")]
+    output: PathBuf,
     /// Address or host name to listen on; 0.0.0.0 listens on all addresses of this machine
     #[arg(long, default_value = "127.0.0.1")]
     host: String,
@@ -120,30 +128,30 @@ fn main() -> ExitCode {
     overdrive_examples::exit(|| run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<()> {
-    let mut options = ServerOptions::default();
-    options.api_key = ApiKey::from_env()?;
-    options.allowed_origins.clone_from(&flags.allowed_origins);
-    options.max_connections = flags.max_connections;
-    options.header_timeout = Duration::from_secs(flags.header_timeout);
-    options.write_timeout = Duration::from_secs(flags.write_timeout);
-    options.max_queue = flags.max_queue;
-    options.max_tokens = flags.max_tokens;
-    options.max_body_bytes = flags.max_body_bytes;
-    options.max_time = Duration::from_secs(flags.max_time);
-    options.drain_timeout = Duration::from_secs(flags.drain_timeout);
-    options.pooling = flags.pooling;
-    options.validate()?;
-    // Before the model is loaded, so that a port in use is found at once.
-    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
-        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
-    if !listener.local_addr()?.ip().is_loopback() && options.api_key.is_none() {
-        print_error_line(format_args!(
-            "warning: every machine that can reach {} can use this server; OVERDRIVE_API_KEY sets a key",
-            flags.host
-        ));
-    }
+/// The requests that a server answers: those of a network, or those of a file.
+enum Requests {
+    Network(TcpListener),
+    File(Vec<BatchRequest>),
+}
 
+fn run(flags: &Flags) -> Result<()> {
+    // Before the model is loaded, so that a port in use and a broken line are found at once.
+    let (options, requests) = match &flags.run_batch {
+        Some(path) => {
+            JsonLines::check("--output", &flags.output, ("--run-batch", path))?;
+            let (reader, name) = open_input(path)?;
+            let requests = BatchRequest::read(reader, &name)?;
+            let mut options = ServerOptions::for_batch();
+            options.max_tokens = flags.max_tokens;
+            options.pooling = flags.pooling;
+            (options, Requests::File(requests))
+        }
+        None => {
+            let options = options(flags)?;
+            let listener = listener(flags, &options)?;
+            (options, Requests::Network(listener))
+        }
+    };
     let source = flags.model.local()?;
     let tokenizer = Arc::new(source.tokenizer()?);
     let name = match &flags.served_model_name {
@@ -154,7 +162,12 @@ fn run(flags: &Flags) -> Result<()> {
         let (folder, load) = (&source.path, source.options());
         let model = PoolingModel::from_pretrained(folder, task, &tokenizer, &load)?;
         let served = ServedModel::pooling(name.as_str(), tokenizer, folder)?;
-        return answer(Server::pooling(model, served, options)?, &name, listener);
+        return answer(
+            flags,
+            Server::pooling(model, served, options)?,
+            &name,
+            requests,
+        );
     }
     let files = source.files()?;
     let mut config = generation_config(&files)?;
@@ -201,7 +214,42 @@ fn run(flags: &Flags) -> Result<()> {
             );
         }
     }
-    answer(Server::new(engine, served, options)?, &name, listener)
+    answer(
+        flags,
+        Server::new(engine, served, options)?,
+        &name,
+        requests,
+    )
+}
+
+/// Returns the options of a server of a network.
+fn options(flags: &Flags) -> Result<ServerOptions> {
+    let mut options = ServerOptions::default();
+    options.api_key = ApiKey::from_env()?;
+    options.allowed_origins.clone_from(&flags.allowed_origins);
+    options.max_connections = flags.max_connections;
+    options.header_timeout = Duration::from_secs(flags.header_timeout);
+    options.write_timeout = Duration::from_secs(flags.write_timeout);
+    options.max_queue = flags.max_queue;
+    options.max_tokens = flags.max_tokens;
+    options.max_body_bytes = flags.max_body_bytes;
+    options.max_time = Duration::from_secs(flags.max_time);
+    options.drain_timeout = Duration::from_secs(flags.drain_timeout);
+    options.pooling = flags.pooling;
+    options.validate()?;
+    Ok(options)
+}
+
+fn listener(flags: &Flags, options: &ServerOptions) -> Result<TcpListener> {
+    let listener = TcpListener::bind((flags.host.as_str(), flags.port))
+        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
+    if !listener.local_addr()?.ip().is_loopback() && options.api_key.is_none() {
+        print_error_line(format_args!(
+            "warning: every machine that can reach {} can use this server; OVERDRIVE_API_KEY sets a key",
+            flags.host
+        ));
+    }
+    Ok(listener)
 }
 
 /// Returns the purpose of a model that does not generate text.
@@ -215,13 +263,25 @@ fn task(flags: &Flags, source: &ModelFlags) -> Result<Option<PoolingTask>> {
     Ok(task)
 }
 
-/// Answers requests until a signal ends the server.
-fn answer(server: Server, name: &str, listener: TcpListener) -> Result<()> {
-    print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
-    // The server lets requests end, also as the first process of a container.
-    Interrupt::hand_over(&[SIGTERM, SIGINT]);
-    server.run(listener)?;
-    print_line("ended");
+/// Answers the requests of the file, or those of the network until a signal ends the server.
+fn answer(flags: &Flags, server: Server, name: &str, requests: Requests) -> Result<()> {
+    match requests {
+        Requests::Network(listener) => {
+            print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
+            // The server lets requests end, also as the first process of a container.
+            Interrupt::hand_over(&[SIGTERM, SIGINT]);
+            server.run(listener)?;
+            print_line("ended");
+        }
+        Requests::File(requests) => {
+            let mut output = JsonLines::create(&flags.output)?;
+            let counts = server.run_batch(requests, |answer| output.write(&answer))?;
+            print_error_line(format_args!(
+                "{} requests completed, {} failed",
+                counts.completed, counts.failed
+            ));
+        }
+    }
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 mod cache_flags;
 #[cfg(feature = "constraints")]
 mod constraint_flags;
+mod files;
 mod generation_flags;
 mod image_flags;
 mod local_model;
@@ -11,7 +12,6 @@ mod memory_limit;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
-mod output_file;
 pub mod pictures;
 mod progress;
 mod speed;
@@ -24,6 +24,7 @@ use std::io::{Write, stdout};
 pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
+pub use files::{JsonLines, check_output_file, open_input};
 pub use generation_flags::{CompletionFlags, GenerationFlags, generation_config};
 pub use image_flags::{ImageFlags, grids};
 pub use local_model::{
@@ -34,7 +35,6 @@ pub use memory_limit::MemoryLimit;
 pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
-pub use output_file::check_output_file;
 pub use overdrive::core::print_error_line;
 pub use overdrive::trainer::{RunEnd, exit, exit_or_resume, print_line};
 pub use progress::ByteProgress;

@@ -16,6 +16,19 @@ pub enum Error {
         /// The error of the system.
         source: std::io::Error,
     },
+    /// A file of requests is invalid.
+    #[error("{file}, line {line}: {problem}")]
+    Batch {
+        /// The name of the file.
+        file: String,
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
+    /// An answer to a request of a file could not be written.
+    #[error(transparent)]
+    Answer(Box<dyn std::error::Error + Send + Sync>),
     /// The server stopped before all requests had ended.
     #[error("{sequences} sequences were cancelled because they were still running {reason}")]
     Cut {

@@ -29,6 +29,8 @@
 //! # }
 //! ```
 //!
+//! [`Server::run_batch`] answers the requests of a file in OpenAI's batch format instead of a network's.
+//!
 //! Refused requests get OpenAI's error body, whose message names the field, its value and what is allowed.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
@@ -36,6 +38,7 @@
 mod answer;
 mod answer_parser;
 mod api_error;
+mod batch;
 mod chat;
 mod completions;
 mod connections;
@@ -61,6 +64,7 @@ mod text_format;
 mod tokenization;
 mod tools;
 
+pub use batch::{BatchCounts, BatchRequest};
 pub use error::{Error, Result};
 pub use key::ApiKey;
 pub use options::ServerOptions;

@@ -6,6 +6,10 @@ use overdrive_transformer::PoolingMode;
 
 use crate::{ApiKey, Result};
 
+/// The largest number of connections and of sequences. Tokio's semaphores hold an eighth of the integers; no server needs a
+/// millionth of them.
+const MOST: usize = 1 << 20;
+
 /// The options of a [`Server`](crate::Server): its key and its limits.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -67,6 +71,18 @@ impl Default for ServerOptions {
 }
 
 impl ServerOptions {
+    /// Returns the options for [`Server::run_batch`](crate::Server::run_batch): the defaults without the limits of time and
+    /// of requests that wait.
+    pub fn for_batch() -> Self {
+        ServerOptions {
+            max_body_bytes: usize::MAX,
+            max_queue: MOST,
+            // A year.
+            max_time: Duration::from_secs(365 * 24 * 3600),
+            ..ServerOptions::default()
+        }
+    }
+
     /// Checks every option against its range.
     ///
     /// # Errors
@@ -82,10 +98,8 @@ impl ServerOptions {
                 expected,
             )?;
         }
-        // Tokio's semaphores hold an eighth of the integers; no server needs a millionth of them.
-        let most = 1 << 20;
-        let valid = (1..=most).contains(&self.max_connections);
-        let expected = format!("from 1 to {most}");
+        let valid = (1..=MOST).contains(&self.max_connections);
+        let expected = format!("from 1 to {MOST}");
         check_option(valid, "max_connections", self.max_connections, expected)?;
         let seconds = self.header_timeout.as_secs_f64();
         check_option(seconds > 0.0, "header_timeout", seconds, "positive")?;
@@ -94,8 +108,8 @@ impl ServerOptions {
         check_at_least("max_body_bytes", self.max_body_bytes, 1)?;
         check_at_least("max_tokens", self.max_tokens.unwrap_or(1), 1)?;
         check_at_least("max_choices", self.max_choices, 1)?;
-        let valid = (1..=most).contains(&self.max_queue);
-        let expected = format!("from 1 to {most}");
+        let valid = (1..=MOST).contains(&self.max_queue);
+        let expected = format!("from 1 to {MOST}");
         Ok(check_option(valid, "max_queue", self.max_queue, expected)?)
     }
 }

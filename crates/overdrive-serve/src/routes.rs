@@ -54,6 +54,19 @@ const ROUTES: [&str; 15] = [
     METRICS,
 ];
 
+/// The routes that a request of a file may have.
+pub(crate) const BATCH_ROUTES: [&str; 9] = [
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    EMBEDDINGS,
+    RERANK[0],
+    RERANK[1],
+    RERANK[2],
+    SCORE[0],
+    SCORE[1],
+];
+
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let router = RERANK.into_iter().fold(Router::new(), |router, path| {
         router.route(path, post(rerank))

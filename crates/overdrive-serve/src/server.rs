@@ -75,6 +75,10 @@ impl Server {
         Ok(Server { shared })
     }
 
+    pub(crate) fn into_shared(self) -> Arc<Shared> {
+        self.shared
+    }
+
     /// Returns the routes, for a program that has its own tokio runtime (with the timer enabled) and server. The limits
     /// on connections (`max_connections`, `header_timeout`, `write_timeout`) are then up to that program.
     pub fn router(&self) -> Router {
@@ -173,7 +177,7 @@ impl Server {
     }
 }
 
-fn runtime() -> Result<Runtime> {
+pub(crate) fn runtime() -> Result<Runtime> {
     let runtime = Builder::new_multi_thread()
         .worker_threads(IO_THREADS)
         .max_blocking_threads(PREPARING_THREADS)

@@ -3,6 +3,7 @@
 
 mod adapters;
 mod answers;
+mod batch;
 mod cancellation;
 mod chat;
 mod client;

@@ -137,7 +137,7 @@ pub(crate) fn chat_prompt(text: &str) -> Vec<i64> {
 pub(crate) struct Gate(Arc<(Mutex<bool>, Condvar)>);
 
 impl Gate {
-    fn new(is_open: bool) -> Gate {
+    pub(crate) fn new(is_open: bool) -> Gate {
         Gate(Arc::new((Mutex::new(is_open), Condvar::new())))
     }
 

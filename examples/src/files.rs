@@ -1,0 +1,95 @@
+//! The files that programs read and write, of which `-` is standard input or output.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write, stdin, stdout};
+use std::path::Path;
+
+use anyhow::Context;
+use overdrive::core::{Result, check_not_read, check_option, files};
+use serde::Serialize;
+
+/// Checks that the file `path`, which the flag `flag` gives, can lie where it is to be written, so that a program finds a
+/// wrong path before it loads a model.
+///
+/// # Errors
+/// [`overdrive::core::Error::InvalidOption`] if `path` is a folder, or its folder does not exist.
+pub fn check_output_file(flag: &'static str, path: &Path) -> Result<()> {
+    let folder = files::folder_of(path);
+    let expected = format!("in a folder that exists; create {} first", folder.display());
+    check_option(folder.is_dir(), flag, path.display(), expected)?;
+    let expected = "a file; this is a folder: add a name";
+    check_option(!path.is_dir(), flag, path.display(), expected)
+}
+
+/// Returns a reader of the file `path` and the name of the file for errors.
+///
+/// # Errors
+/// The error of opening the file.
+pub fn open_input(path: &Path) -> anyhow::Result<(Box<dyn BufRead>, String)> {
+    if path == Path::new("-") {
+        return Ok((Box::new(stdin().lock()), "standard input".to_owned()));
+    }
+    let name = path.display().to_string();
+    let file = File::open(path).with_context(|| name.clone())?;
+    Ok((Box::new(BufReader::new(file)), name))
+}
+
+/// A file of JSON Lines that a program writes.
+pub struct JsonLines {
+    target: Box<dyn Write>,
+    name: String,
+}
+
+impl fmt::Debug for JsonLines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JsonLines").finish_non_exhaustive()
+    }
+}
+
+impl JsonLines {
+    /// Checks the output file `path` of `flag` before a model is loaded: it is not the `input` of `--input`, and can lie where
+    /// it is to be written.
+    ///
+    /// # Errors
+    /// [`overdrive::core::Error::InvalidOption`] with the way out.
+    pub fn check(flag: &'static str, path: &Path, input: (&str, &Path)) -> Result<()> {
+        check_not_read(flag, path, &[input])?;
+        match path == Path::new("-") {
+            true => Ok(()),
+            false => check_output_file(flag, path),
+        }
+    }
+
+    /// Creates the file.
+    ///
+    /// # Errors
+    /// The error of creating it.
+    pub fn create(path: &Path) -> anyhow::Result<JsonLines> {
+        if path == Path::new("-") {
+            let name = "cannot write to standard output".to_owned();
+            return Ok(JsonLines {
+                target: Box::new(stdout()),
+                name,
+            });
+        }
+        let name = format!("cannot write {}", path.display());
+        let target = Box::new(File::create(path).with_context(|| name.clone())?);
+        Ok(JsonLines { target, name })
+    }
+
+    /// Writes a line.
+    ///
+    /// # Errors
+    /// The error of writing it.
+    pub fn write(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+        // In one write: a program that is killed leaves no part of a line.
+        let mut text = serde_json::to_vec(value)?;
+        text.push(b'\n');
+        let written = self
+            .target
+            .write_all(&text)
+            .and_then(|()| self.target.flush());
+        written.with_context(|| self.name.clone())
+    }
+}
