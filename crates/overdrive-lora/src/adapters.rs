@@ -10,7 +10,7 @@ use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::{
     LayerAdapters, LayerCopy, adapters_mut, adapters_of, check_name, split_or_insert, taken,
 };
-use crate::selection::{SavedModules, modules_to_save, refuse_halves, resolve};
+use crate::selection::{SavedModules, modules_to_save, refuse_halves, refuse_tokens, resolve};
 use crate::trainable::{mark_only_lora_as_trainable, trainable_parameters};
 use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
 
@@ -78,6 +78,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
     options: &AddOptions,
 ) -> Result<Vec<String>> {
     refuse_halves(host, config)?;
+    refuse_tokens(config)?;
     add(host, name, config, options)
 }
 

@@ -40,6 +40,11 @@ pub fn load_adapter_for_rows<H: AdapterHost + ?Sized>(
         let expected = "unset, because rows share the model's modules; merge this adapter instead";
         return refuse("modules_to_save", "set".to_owned(), expected);
     }
+    if config.trainable_token_indices.is_some() {
+        let expected =
+            "unset, because rows share the model's embedding; merge this adapter instead";
+        return refuse("trainable_token_indices", "set".to_owned(), expected);
+    }
     if config.init_lora_weights.changes_base() && !options.residual_base {
         let expected = "a method that does not change the model's weights, because rows share them; merge this \
                         adapter instead, or convert it with PEFT";

@@ -119,6 +119,7 @@ pub use adapters::{
 pub use by_row::load_adapter_for_rows;
 pub use config::{
     BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
+    TokenIndices,
 };
 pub use error::{Error, Result};
 pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};

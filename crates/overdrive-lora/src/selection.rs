@@ -1,5 +1,6 @@
 //! The linear layers and modules of a model that a configuration selects.
 
+use overdrive_core::check_option;
 use overdrive_nn::AdapterHost;
 
 use crate::config::Matcher;
@@ -75,6 +76,17 @@ pub(crate) fn refuse_halves<H: AdapterHost + ?Sized>(
         }
         _ => Ok(()),
     })
+}
+
+/// Refuses to train rows of single tokens.
+pub(crate) fn refuse_tokens(config: &LoraConfig) -> Result<()> {
+    check_option(
+        config.trainable_token_indices.is_none(),
+        "trainable_token_indices",
+        "set",
+        "unset for an adapter that is trained; `modules_to_save` trains the whole embedding",
+    )?;
+    Ok(())
 }
 
 /// Refuses embeddings and norms as targets, which would silently get no adapter.

@@ -66,6 +66,7 @@ impl LoraConfig {
             use_rslora: take(&mut keys, "use_rslora", false)?,
             use_dora: take(&mut keys, "use_dora", false)?,
             modules_to_save: take(&mut keys, "modules_to_save", None)?,
+            trainable_token_indices: take(&mut keys, "trainable_token_indices", None)?,
             init_lora_weights: init,
             layers_to_transform: take::<Option<LayerIndices>>(
                 &mut keys,
@@ -110,6 +111,10 @@ impl LoraConfig {
             ("use_rslora", json!(self.use_rslora)),
             ("use_dora", json!(self.use_dora)),
             ("modules_to_save", json!(self.modules_to_save)),
+            (
+                "trainable_token_indices",
+                json!(self.trainable_token_indices),
+            ),
             ("init_lora_weights", self.init_lora_weights.to_json()),
             ("loftq_config", self.init_lora_weights.loftq_json()),
             ("layers_to_transform", json!(self.layers_to_transform)),

@@ -5,7 +5,7 @@ mod targets;
 
 pub use init_method::{InitLoraWeights, LoftqConfig};
 pub(crate) use matching::{LayerParameter, Matcher};
-pub use targets::{LayerIndices, Names, TargetModules};
+pub use targets::{LayerIndices, Names, TargetModules, TokenIndices};
 
 use serde::{Deserialize, Serialize};
 
@@ -29,7 +29,7 @@ pub enum BiasMode {
 /// The configuration of an adapter, read from and written to `adapter_config.json`. Its keys, defaults and semantics
 /// are those of PEFT 0.21's `LoraConfig`.
 ///
-/// PEFT's keys for other methods (`megatron_config`, `layer_replication`, `trainable_token_indices`, …) are
+/// PEFT's keys for other methods (`megatron_config`, `layer_replication`, `corda_config`, …) are
 /// accepted at their defaults; if one is set, an error names it.
 ///
 /// ```
@@ -65,6 +65,9 @@ pub struct LoraConfig {
     pub use_dora: bool,
     /// The modules that are trained as full copies and saved with the adapter (an embedding, the head).
     pub modules_to_save: Option<Vec<String>>,
+    /// The tokens whose rows of the embedding, or of other modules, an adapter of PEFT has trained. They are loaded and saved,
+    /// and not trained here, where `modules_to_save` trains the whole embedding. Default none.
+    pub trainable_token_indices: Option<TokenIndices>,
     /// The initial values of A and B; default [`InitLoraWeights::Default`].
     pub init_lora_weights: InitLoraWeights,
     /// The indices of the layers that get adapters; default all. Not with a pattern as `target_modules`.
@@ -105,6 +108,7 @@ impl Default for LoraConfig {
             use_rslora: false,
             use_dora: false,
             modules_to_save: None,
+            trainable_token_indices: None,
             init_lora_weights: InitLoraWeights::Default,
             layers_to_transform: None,
             layers_pattern: None,

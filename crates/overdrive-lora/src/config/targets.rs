@@ -1,3 +1,5 @@
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 /// The modules that get an adapter.
@@ -49,6 +51,16 @@ impl Names {
             Names::Many(names) => names.is_empty(),
         }
     }
+}
+
+/// The tokens whose rows of an embedding or a head are trained.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a list of token ids, or one for each module")]
+pub enum TokenIndices {
+    /// Those of the embedding.
+    OfEmbedding(Vec<i64>),
+    /// Those of each module, by its name or its last components.
+    OfModules(BTreeMap<String, Vec<i64>>),
 }
 
 /// The index of one layer, or several indices.

@@ -8,11 +8,12 @@ use tch::{Device, Tensor};
 
 use super::experts::Places;
 use super::keys::{Entry, PREFIX, expected, visit};
+use super::tokens::{Rows, take_rows, visit_tokens};
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::add;
 use crate::host::{visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_mut;
-use crate::selection::{modules_to_save, refuse_halves, resolve};
+use crate::selection::{modules_to_save, refuse_halves, refuse_tokens, resolve};
 use crate::{
     AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result, delete_adapter,
     set_requires_grad,
@@ -94,9 +95,10 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let places = Places::of(host, &config)?;
     if options.trainable {
         refuse_halves(host, &config)?;
+        refuse_tokens(&config)?;
     }
     let wanted = expected(host, &config, &layers, &saved, &places)?;
-    let stored = fit(&file, &wanted, host, config.bias)?;
+    let stored = fit(&file, &wanted, host, &config)?;
     let making = LoraConfig {
         // The file's values overwrite the random ones; the default method draws the fewest.
         init_lora_weights: match config.init_lora_weights {
@@ -151,10 +153,12 @@ fn open(dir: &Path) -> Result<MappedFile> {
 struct Fitted<'f> {
     tensors: HashMap<String, StoredTensor<'f>>,
     bases: HashMap<String, StoredTensor<'f>>,
+    /// The rows of single tokens, by the name of their weight.
+    rows: HashMap<String, Rows<'f>>,
 }
 
 /// The last components of the names of embeddings.
-const EMBEDDINGS: [&str; 5] = [
+pub(super) const EMBEDDINGS: [&str; 5] = [
     "embed_tokens.weight",
     "wte.weight",
     "shared.weight",
@@ -244,7 +248,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     file: &'f MappedFile,
     wanted: &[Entry],
     host: &mut H,
-    bias: BiasMode,
+    config: &LoraConfig,
 ) -> Result<Fitted<'f>> {
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
     let mut problems = Vec::new();
@@ -281,7 +285,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
             }
         }
     }
-    if bias == BiasMode::All {
+    if config.bias == BiasMode::All {
         // PEFT saves BART's buffer with the biases, although nothing trains it.
         stored.remove("final_logits_bias");
         // It saves those of a full copy under the names of its wrapper, too, and those of the module that the copy replaces.
@@ -292,6 +296,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
         });
     }
     let bases = bases(host, &mut stored, &mut problems)?;
+    let rows = take_rows(host, config, &mut stored, &mut problems)?;
     let mut rest: Vec<&str> = stored.values().map(StoredTensor::name).collect();
     rest.sort_unstable();
     problems.extend(
@@ -299,7 +304,11 @@ fn fit<'f, H: AdapterHost + ?Sized>(
             .map(|name| format!("`{name}` does not belong to this model and adapter")),
     );
     if problems.is_empty() {
-        return Ok(Fitted { tensors, bases });
+        return Ok(Fitted {
+            tensors,
+            bases,
+            rows,
+        });
     }
     Err(Error::Checkpoint {
         path: file.path().to_path_buf(),
@@ -356,6 +365,15 @@ fn fill<H: AdapterHost + ?Sized>(
             if own == name {
                 adapter.keep_config(config);
             }
+        }
+        Ok(())
+    })?;
+    visit_tokens(host, config, |_, name, weight, _| {
+        if let Some((stored, tokens)) = stored.rows.get(name) {
+            let rows = stored.copy_to_tensor(Some(weight.kind()), weight.device())?;
+            let tokens = Tensor::f_from_slice(tokens)?.f_to_device(weight.device())?;
+            weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
+            replaced.push(name.to_owned());
         }
         Ok(())
     })?;

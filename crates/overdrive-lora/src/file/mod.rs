@@ -4,6 +4,7 @@ mod experts;
 mod keys;
 mod load;
 mod save;
+mod tokens;
 
 pub use load::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config};
 pub use save::save_adapter;

@@ -1,9 +1,11 @@
 use std::path::Path;
 
 use overdrive_nn::AdapterHost;
+use tch::Tensor;
 
 use super::experts::Places;
 use super::keys::{PREFIX, visit};
+use super::tokens::visit_tokens;
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::adapter_names;
 use crate::config::LayerParameter;
@@ -36,6 +38,11 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     let mut tensors = Vec::new();
     visit(host, name, config.bias, &mut |key, tensor| {
         tensors.push((key, tensor.f_detach()?));
+        Ok(())
+    })?;
+    visit_tokens(host, &config, |key, _, weight, tokens| {
+        let tokens = Tensor::f_from_slice(tokens)?.f_to_device(weight.device())?;
+        tensors.push((key, weight.f_detach()?.f_index_select(0, &tokens)?));
         Ok(())
     })?;
     let is_of_mixture = |key: &str| {

@@ -80,7 +80,7 @@ fn unsupported_keys_are_refused_by_name() {
             "`layer_replication` is [[0,4],[2,5]]",
         ),
         (
-            r#"{"trainable_token_indices": [1, 2]}"#,
+            r#"{"trainable_token_indices": "all"}"#,
             "`trainable_token_indices` is",
         ),
         (r#"{"megatron_config": {"a": 1}}"#, "`megatron_config` is"),

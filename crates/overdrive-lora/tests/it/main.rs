@@ -11,4 +11,5 @@ mod layers;
 mod matching;
 mod merging;
 mod parity;
+mod tokens;
 mod training;
