@@ -98,6 +98,31 @@ impl AdapterRows {
         })))
     }
 
+    /// Returns the adapters of these rows in this order, for a layer that computes only some rows, such as an expert.
+    ///
+    /// # Errors
+    /// [`Error::Shape`](overdrive_core::Error::Shape) for a row that there is not, or an error of libtorch.
+    pub fn select(&self, rows: &[i64]) -> Result<AdapterRows> {
+        if let Some(choice) = &self.choice {
+            return Ok(choice.select(rows)?.into());
+        }
+        let ends = self.runs.iter().scan(0, |end, (count, _)| {
+            *end += *count as i64;
+            Some(*end)
+        });
+        let ends: Vec<i64> = ends.collect();
+        let name = |row: &i64| {
+            let run = ends.partition_point(|end| end <= row);
+            let (_, name) = self.runs.get(run).ok_or_else(|| {
+                let expected = format!("below {}, the number of rows", self.len());
+                overdrive_core::Error::shape("row", vec![*row], expected)
+            })?;
+            Ok((1, name.clone()))
+        };
+        let names: Result<Vec<_>> = rows.iter().map(name).collect();
+        Ok(AdapterRows::new(names?))
+    }
+
     /// Returns the names of the adapters.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         let chosen = self.choice.iter().flat_map(RowChoice::names);

@@ -101,6 +101,18 @@ impl RowChoice {
         })
     }
 
+    /// Returns the adapters of these rows in this order.
+    ///
+    /// # Errors
+    /// An error of libtorch for a row that there is not.
+    pub fn select(&self, rows: &[i64]) -> Result<RowChoice> {
+        let rows = Tensor::f_from_slice(rows)?.f_to_device(self.adapters.device())?;
+        Ok(RowChoice {
+            adapters: self.adapters.f_index_select(0, &rows)?,
+            ..self.clone()
+        })
+    }
+
     /// Returns the factors `(rows, Σ rank)` of the projections of `updates` side by side: the scale of an update in the
     /// rows of its adapter, 0 in all others.
     ///

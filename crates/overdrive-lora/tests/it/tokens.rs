@@ -36,7 +36,11 @@ fn rows_of_tokens_replace_those_of_the_model_and_are_saved_again() {
     load_adapter(&mut host, &folder, "mine", &LoadAdapterOptions::default()).unwrap();
     assert_eq!(host.parameters[0].1, weight("embed_tokens", "merged"));
     assert_ne!(host.parameters[0].1, weight("embed_tokens", "base"));
-    let head = host.layer("lm_head").weight().to_dense(Kind::Float).unwrap();
+    let head = host
+        .layer("lm_head")
+        .weight()
+        .to_dense(Kind::Float)
+        .unwrap();
     assert_eq!(head, weight("lm_head", "merged"));
 
     let again = tempfile::tempdir().unwrap();

@@ -50,6 +50,12 @@ impl Dispatch {
             .collect())
     }
 
+    /// Reads the token of each choice in the sorted order.
+    pub(super) fn tokens_on_host(&self) -> Result<Vec<i64>> {
+        let tokens = self.order.f_floor_divide_scalar(self.per_token)?;
+        Ok(Vec::try_from(&tokens.f_to_device(tch::Device::Cpu)?)?)
+    }
+
     /// Returns the row of `x (N, C)` of each choice in the sorted order, `(N·K, C)`.
     pub(super) fn sort(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
         let tokens = self.order.f_floor_divide_scalar(self.per_token)?;

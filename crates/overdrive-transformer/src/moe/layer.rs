@@ -1,4 +1,4 @@
-use overdrive_nn::Linear;
+use overdrive_nn::{AdapterRows, Linear};
 use overdrive_sys::engine;
 use tch::{Device, Tensor};
 
@@ -127,25 +127,38 @@ impl MixtureOfExperts {
         let y = at_once.then(|| grouped::feed_forward(&self.experts, &sorted, &dispatch.ends));
         let y = match y.transpose()?.flatten() {
             Some(y) => y,
-            None => self.one_by_one(&sorted, &dispatch.counts()?, fused)?,
+            None => self.one_by_one(&sorted, &dispatch, fused)?,
         };
         let sum = dispatch.combine(&y, &routing.weights, fused)?;
         Ok(sum.f_to_kind(x.kind())?)
     }
 
-    /// Computes each expert for its `counts` rows of `sorted`.
+    /// Computes each expert for its rows of `sorted`, with the adapters of their tokens.
     pub(super) fn one_by_one(
         &self,
         sorted: &Tensor,
-        counts: &[i64],
+        dispatch: &Dispatch,
         fused: bool,
     ) -> Result<Tensor> {
+        let counts = dispatch.counts()?;
+        let adapters = AdapterRows::current();
+        let tokens = match adapters {
+            Some(_) => dispatch.tokens_on_host()?,
+            None => Vec::new(),
+        };
+        let mut tokens = tokens.as_slice();
         // One operator, whose backward writes each gradient once; that of a slice adds a tensor of zeros as large as
         // all rows.
-        let parts = sorted.f_split_with_sizes(counts, 0)?;
+        let parts = sorted.f_split_with_sizes(&counts, 0)?;
         let recording = engine::is_grad_enabled();
         let mut outputs = Vec::with_capacity(parts.len());
-        for ((expert, part), count) in self.experts.iter().zip(&parts).zip(counts) {
+        for ((expert, part), count) in self.experts.iter().zip(&parts).zip(&counts) {
+            let own = adapters.as_ref().and_then(|rows| {
+                let (own, rest) = tokens.split_at_checked(usize::try_from(*count).ok()?)?;
+                tokens = rest;
+                Some(rows.select(own))
+            });
+            let _scope = own.transpose()?.map(AdapterRows::scope);
             // A trained expert without tokens has a gradient of zeros, as in transformers, where all experts are one
             // parameter: an optimizer's averages decay, and processes agree on which gradients there are.
             if *count > 0 || recording && expert.is_trained() {

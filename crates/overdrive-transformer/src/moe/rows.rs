@@ -1,6 +1,6 @@
 //! A mixture of experts on rows of f32 in slices, for decoding steps.
 
-use overdrive_nn::joint_forward_into;
+use overdrive_nn::{AdapterRows, joint_forward_into};
 
 use super::MixtureOfExperts;
 use crate::Result;
@@ -37,12 +37,18 @@ impl MixtureOfExperts {
         choices.sort_unstable_by_key(|choice| (choice.expert, choice.row));
         y.fill(0.0);
         let (mut rows, mut outputs) = (Vec::new(), Vec::new());
+        let adapters = AdapterRows::current();
         for choices in choices.chunk_by(|a, b| a.expert == b.expert) {
             rows.clear();
             for choice in choices {
                 rows.extend_from_slice(&x[choice.row * width..][..width]);
             }
             outputs.resize(rows.len(), 0.0);
+            let own = adapters.as_ref().map(|rows| {
+                let tokens: Vec<i64> = choices.iter().map(|choice| choice.row as i64).collect();
+                rows.select(&tokens)
+            });
+            let _scope = own.transpose()?.map(AdapterRows::scope);
             let expert = &self.experts[choices[0].expert];
             on_slices &= expert.forward_rows(&rows, joint, inner, &mut outputs)?;
             for (choice, output) in choices.iter().zip(outputs.chunks_exact(width)) {

@@ -187,9 +187,8 @@ fn grouped_matmuls_equal_one_matmul_for_each_expert() {
             }
             all
         };
-        let counts = dispatch.counts().unwrap();
-        assert_eq!(counts.iter().sum::<i64>(), 60);
-        let expected = layer.one_by_one(&x, &counts, true).unwrap();
+        assert_eq!(dispatch.counts().unwrap().iter().sum::<i64>(), 60);
+        let expected = layer.one_by_one(&x, &dispatch, true).unwrap();
         let expected_gradients = gradients(&expected);
         let found = grouped::feed_forward(&layer.experts, &x, &dispatch.ends).unwrap();
         let found = found.expect("dense, adjacent and aligned weights");

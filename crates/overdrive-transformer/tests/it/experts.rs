@@ -1,9 +1,12 @@
 //! Mixtures of experts: the balancing loss, adapters, configurations, and the counts of parameters.
 
+use std::sync::Arc;
+
 use overdrive_lora::{
-    AddOptions, LoadAdapterOptions, LoraConfig, TargetModules, add_adapter, delete_adapter,
-    load_adapter, save_adapter, trainable_parameters,
+    AddOptions, InitLoraWeights, LoadAdapterOptions, LoraConfig, TargetModules, add_adapter,
+    delete_adapter, load_adapter, save_adapter, set_adapter, trainable_parameters,
 };
+use overdrive_nn::{AdapterRows, RowChoice};
 use overdrive_transformer::{
     CausalLm, ExpertsConfig, ForwardInput, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
     LoadOptions, ModelConfig,
@@ -131,6 +134,52 @@ fn experts_take_adapters_under_their_names_on_disk() {
         assert_eq!(logits(&model, ids), before, "{case}");
         load_adapter(&mut model, dir.path(), "b", &LoadAdapterOptions::default()).unwrap();
         assert_eq!(logits(&model, ids), changed, "{case}");
+    }
+}
+
+#[test]
+fn each_row_has_its_adapter_of_the_experts_and_the_router() {
+    for case in ["qwen3_moe", "gpt_oss"] {
+        let mut model = load(case);
+        let ids = expected(case)["input_ids"].narrow(0, 0, 1);
+        let parts = match case {
+            "gpt_oss" => vec!["gate_up_proj", "down_proj", "q_proj", "router"],
+            _ => vec!["gate_proj", "up_proj", "down_proj", "q_proj", "gate"],
+        };
+        for (index, name) in ["a", "b"].into_iter().enumerate() {
+            let config = LoraConfig {
+                r: 2 + index as i64,
+                target_modules: Some(TargetModules::names(parts.clone())),
+                init_lora_weights: InitLoraWeights::Random,
+                ..LoraConfig::default()
+            };
+            let options = AddOptions {
+                seed: index as u64,
+                ..AddOptions::default()
+            };
+            add_adapter(&mut model, name, &config, &options).unwrap();
+        }
+        let mut alone = Vec::new();
+        for active in [&["a"][..], &[], &["b"]] {
+            set_adapter(&mut model, active).unwrap();
+            alone.push(logits(&model, &ids));
+        }
+        assert!(max_difference(&alone[0], &alone[2]) > 1e-3, "{case}");
+        set_adapter(&mut model, &[]).unwrap();
+        let rows = |name: Option<&str>| (ids.numel(), name.map(Arc::from));
+        let each = [rows(Some("a")), rows(None), rows(Some("b"))];
+        // The adapters by numbers on the device, as a captured step has them.
+        let numbers = [0i64, 2, 1].map(|adapter| Tensor::full_like(&ids.view([-1]), adapter));
+        let names: Vec<Arc<str>> = vec!["a".into(), "b".into()];
+        let choice = RowChoice::new(names, &Tensor::cat(&numbers, 0)).unwrap();
+        for rows in [AdapterRows::new(each.clone()), choice.into()] {
+            let _scope = rows.scope();
+            let together = logits(&model, &ids.repeat([3, 1]));
+            for (row, alone) in alone.iter().enumerate() {
+                let apart = max_difference(&together.narrow(0, row as i64, 1), alone);
+                assert!(apart < TOLERANCE, "{case}, row {row}: {apart}");
+            }
+        }
     }
 }
 
