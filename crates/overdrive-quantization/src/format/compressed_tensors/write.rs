@@ -2,6 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::args::Strategy;
 use super::config::CompressedTensorsConfig;
 use crate::codec::microscaling;
 use crate::constructors::code_bytes;
@@ -52,6 +53,9 @@ impl CompressedTensorsConfig {
                     _ => 0,
                 };
                 let width = codes.size()[1];
+                let groups = self.groups_of(module, weight.inputs)?;
+                let of_groups = |numbers: &Tensor| of_groups(numbers, groups, module);
+                let scales = &of_groups(scales)?;
                 let mut tensors = vec![
                     named(
                         "weight_packed",
@@ -61,6 +65,7 @@ impl CompressedTensorsConfig {
                     named("weight_shape", shape()?),
                 ];
                 if let Some(offsets) = offsets {
+                    let offsets = &of_groups(offsets)?;
                     // Signed codes begin at -128.
                     let first = if flip == 0 { 0.0 } else { 128.0 };
                     let zeros = packed_zeros(weight, module, options, scales, offsets, first)?;
@@ -97,6 +102,39 @@ impl CompressedTensorsConfig {
             _ => Err(unsupported(weight)),
         }
     }
+
+    /// Returns the number of groups in a row of the weight of a module; `None` if the configuration does not say.
+    fn groups_of(&self, module: &str, inputs: i64) -> Result<Option<i64>> {
+        let weights = self.group_of(module)?.and_then(|group| group.weights);
+        Ok(match weights.and_then(|args| args.strategy()) {
+            Some(Strategy::Group(size)) => Some((inputs + size - 1) / size),
+            Some(Strategy::Tensor | Strategy::Channel) => Some(1),
+            _ => None,
+        })
+    }
+}
+
+/// Returns the numbers of `groups` groups in each row. Reading splits groups of other sizes than the kernels have, and
+/// repeats their numbers.
+fn of_groups(numbers: &Tensor, groups: Option<i64>, module: &str) -> Result<Tensor> {
+    let [outputs, stored] = [0, 1].map(|axis| numbers.size()[axis]);
+    let groups = groups.unwrap_or(stored);
+    if groups == stored {
+        return Ok(numbers.shallow_clone());
+    }
+    if stored % groups == 0 {
+        let parts = numbers.f_view([outputs, groups, -1])?;
+        let firsts = parts.f_narrow(2, 0, 1)?;
+        if firsts.f_expand_as(&parts)?.f_equal(&parts)? {
+            return Ok(firsts.f_squeeze_dim(2)?.f_contiguous()?);
+        }
+    }
+    Err(Error::BadWeight {
+        name: format!("{module}.weight"),
+        reason: format!(
+            "it has {stored} groups in a row, and its configuration has {groups}; dequantize the model first"
+        ),
+    })
 }
 
 /// Returns bytes of two codes with the first one in the low half, as files have it.

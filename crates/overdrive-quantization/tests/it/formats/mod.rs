@@ -312,6 +312,52 @@ fn weights_come_back_from_files_as_they_were() {
 }
 
 #[test]
+fn weights_of_other_libraries_are_written_as_their_configuration_says() {
+    let file = fixture();
+    for (module, format, scales) in [
+        ("ct_fp8_tensor", "float-quantized", [24, 1]),
+        ("ct_fp8", "float-quantized", [24, 1]),
+        ("ct_int8_tensor", "int-quantized", [24, 1]),
+        ("ct_int8_packed", "pack-quantized", [24, 1]),
+        ("ct_int8_asym", "pack-quantized", [24, 1]),
+        ("ct_int8_group", "pack-quantized", [24, 4]),
+        // 96 inputs are three groups of the kernels.
+        ("ct_int4_channel", "pack-quantized", [24, 1]),
+        ("ct_int4_asym", "pack-quantized", [21, 4]),
+    ] {
+        let config = config_of(&file, module);
+        let weight = config.read_weight(&file, module).unwrap();
+        // The name of the format of weights that are written in another one.
+        let mut json = config.to_json().unwrap();
+        json["format"] = "naive-quantized".into();
+        let config = QuantizationConfig::from_json(&json).unwrap().for_writing();
+        let json = config.to_json().unwrap();
+        assert_eq!(json["format"], format, "{module}");
+        assert_eq!(
+            json["config_groups"]["group_0"]["format"], format,
+            "{module}"
+        );
+        let (_folder, written) = written(&config, &weight);
+        let stored = written.tensor("a.b.weight_scale").unwrap();
+        assert_eq!(stored.shape(), scales, "{module}");
+        let back = config.read_weight(&written, "a.b").unwrap();
+        assert_eq!(back.scheme(), weight.scheme(), "{module}");
+        let [found, expected] = [&back, &weight].map(|w| w.dequantize(Kind::Float).unwrap());
+        assert!(largest(&(found - expected)) <= 1e-7, "{module}");
+    }
+
+    // A weight that was quantized again has scales of its own in each group.
+    let config = config_of(&file, "ct_int4_channel").for_writing();
+    let again =
+        QuantizedWeight::quantize(&random([24, 96], 1), "int4-g32".parse().unwrap()).unwrap();
+    let error = config.write_weight(&again, "a.b").unwrap_err().to_string();
+    assert!(
+        error.contains("3 groups in a row, and its configuration has 1"),
+        "{error}"
+    );
+}
+
+#[test]
 fn scales_in_files_are_of_the_kind_they_were_made_in() {
     for symmetric in [true, false] {
         for (scales, bits) in [(GroupScales::Half, 4.5), (GroupScales::Float, 5.0)] {
