@@ -134,9 +134,12 @@ impl CompressedTensorsConfig {
         for args in groups.iter().filter_map(|group| group.weights.as_ref()) {
             if scheme_of(args, false).is_none() {
                 let strategy = args.strategy.as_deref().unwrap_or("tensor");
-                let found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
-                let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor or channel, \
-                                4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
+                let mut found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
+                if let Some([outputs, inputs]) = args.block_structure {
+                    found += &format!(" of {outputs} by {inputs}");
+                }
+                let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor, channel or block \
+                                of 128 by 128, 4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
                 return Err(Error::option(CONFIG_GROUPS, found, expected));
             }
         }
@@ -254,7 +257,7 @@ fn format_of(scheme: Scheme) -> Option<&'static str> {
     Some(match scheme {
         Scheme::Int8Dynamic => "int-quantized",
         Scheme::Int8WeightOnly | Scheme::Grouped(_) => "pack-quantized",
-        Scheme::Fp8 => "float-quantized",
+        Scheme::Fp8 | Scheme::Fp8Blocks => "float-quantized",
         Scheme::Mxfp4 => "mxfp4-pack-quantized",
         Scheme::Nvfp4 => "nvfp4-pack-quantized",
         _ => return None,

@@ -6,6 +6,7 @@ use super::args::Strategy;
 use super::config::CompressedTensorsConfig;
 use crate::codec::microscaling;
 use crate::constructors::code_bytes;
+use crate::format::fp8::scales_of_blocks;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 use overdrive_kernels::tensors::elements;
@@ -35,10 +36,16 @@ impl CompressedTensorsConfig {
                     named("weight_shape", shape()?),
                 ])
             }
-            Storage::Fp8 { codes, scales } => Ok(vec![
-                named("weight", codes.f_view_dtype(Kind::Float8e4m3fn)?),
-                named("weight_scale", scales.f_unsqueeze(1)?),
-            ]),
+            Storage::Fp8 { codes, scales } => {
+                let scales = match weight.scheme {
+                    Scheme::Fp8Blocks => scales_of_blocks(scales, module)?,
+                    _ => scales.f_unsqueeze(1)?,
+                };
+                Ok(vec![
+                    named("weight", codes.f_view_dtype(Kind::Float8e4m3fn)?),
+                    named("weight_scale", scales),
+                ])
+            }
             Storage::Grouped {
                 codes,
                 scales,
