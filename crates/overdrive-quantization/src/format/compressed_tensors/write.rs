@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::args::Strategy;
+use super::args::{QuantizationArgs, Strategy};
 use super::config::CompressedTensorsConfig;
 use crate::codec::microscaling;
 use crate::constructors::code_bytes;
@@ -60,7 +60,10 @@ impl CompressedTensorsConfig {
                     _ => 0,
                 };
                 let width = codes.size()[1];
-                let groups = self.groups_of(module, weight.inputs)?;
+                let args = self.group_of(module)?.and_then(|group| group.weights);
+                let groups = args
+                    .as_ref()
+                    .and_then(|args| groups_of(args, weight.inputs));
                 let of_groups = |numbers: &Tensor| of_groups(numbers, groups, module);
                 let scales = &of_groups(scales)?;
                 let mut tensors = vec![
@@ -71,13 +74,19 @@ impl CompressedTensorsConfig {
                     named("weight_scale", scales.shallow_clone()),
                     named("weight_shape", shape()?),
                 ];
-                if let Some(offsets) = offsets {
-                    let offsets = &of_groups(offsets)?;
-                    // Signed codes begin at -128.
-                    let first = if flip == 0 { 0.0 } else { 128.0 };
-                    let zeros = packed_zeros(weight, module, options, scales, offsets, first)?;
-                    tensors.push(named("weight_zero_point", zeros));
-                }
+                // Signed codes begin at -128.
+                let first = if flip == 0 { 0.0 } else { 128.0 };
+                let (offsets, first) = match offsets {
+                    Some(offsets) => (of_groups(offsets)?, first),
+                    // All zero points of the weight are the middle, which its configuration does not say.
+                    None if args.is_some_and(|args| !args.symmetric) => {
+                        let middle = 1u8 << (options.bits - 1);
+                        (scales.f_zeros_like()?, f32::from(middle))
+                    }
+                    None => return Ok(tensors),
+                };
+                let zeros = packed_zeros(weight, module, options, scales, &offsets, first)?;
+                tensors.push(named("weight_zero_point", zeros));
                 Ok(tensors)
             }
             Storage::Blocks {
@@ -109,15 +118,14 @@ impl CompressedTensorsConfig {
             _ => Err(unsupported(weight)),
         }
     }
+}
 
-    /// Returns the number of groups in a row of the weight of a module; `None` if the configuration does not say.
-    fn groups_of(&self, module: &str, inputs: i64) -> Result<Option<i64>> {
-        let weights = self.group_of(module)?.and_then(|group| group.weights);
-        Ok(match weights.and_then(|args| args.strategy()) {
-            Some(Strategy::Group(size)) => Some((inputs + size - 1) / size),
-            Some(Strategy::Tensor | Strategy::Channel) => Some(1),
-            _ => None,
-        })
+/// Returns the number of groups in a row of a weight; `None` if its configuration does not say.
+fn groups_of(args: &QuantizationArgs, inputs: i64) -> Option<i64> {
+    match args.strategy()? {
+        Strategy::Group(size) => Some((inputs + size - 1) / size),
+        Strategy::Tensor | Strategy::Channel => Some(1),
+        Strategy::TensorGroup(_) | Strategy::Block => None,
     }
 }
 

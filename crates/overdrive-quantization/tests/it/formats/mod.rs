@@ -346,6 +346,17 @@ fn weights_of_other_libraries_are_written_as_their_configuration_says() {
         assert!(largest(&(found - expected)) <= 1e-7, "{module}");
     }
 
+    // All zero points of a weight may be the middle of the range.
+    for (module, scheme) in [("ct_int4_asym", "int4-g32"), ("ct_int8_group", "int8-g32")] {
+        let config = config_of(&file, module).for_writing();
+        let weight =
+            QuantizedWeight::quantize(&random([21, 128], 1), scheme.parse().unwrap()).unwrap();
+        let (_folder, written) = written(&config, &weight);
+        let back = config.read_weight(&written, "a.b").unwrap();
+        let [found, expected] = [&back, &weight].map(|w| w.dequantize(Kind::Float).unwrap());
+        assert_eq!(found, expected, "{module}");
+    }
+
     // A weight that was quantized again has scales of its own in each group.
     let config = config_of(&file, "ct_int4_channel").for_writing();
     let again =
