@@ -46,8 +46,9 @@ enum Data {
 
 impl PickledFile {
     /// Maps the file and reads the names, shapes and offsets of its tensors. The file must hold a dictionary of
-    /// tensors, as `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are skipped;
-    /// [`PickledFile::others`] names them. Tensors that share a storage share its part of the map.
+    /// tensors, as `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are skipped, as are
+    /// sparse and quantized tensors and those of complex numbers and other dtypes that
+    /// [`StoredTensor`](overdrive_safetensors::StoredTensor) does not have; [`PickledFile::others`] names them. Tensors that share a storage share its part of the map.
     ///
     /// # Errors
     /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::Refused`] if it names a function or class that
@@ -93,7 +94,7 @@ impl PickledFile {
         stored.collect()
     }
 
-    /// Returns the names of at most 8 entries that are not tensors.
+    /// Returns the names of at most 8 entries that were skipped, in the order of the file.
     pub fn others(&self) -> &[String] {
         &self.others
     }

@@ -2,9 +2,9 @@
 //! file is treated as data, and no code that it names is run.
 //!
 //! A Python pickle is a program for a small virtual machine and may call any function. [`PickledFile`] runs only the
-//! opcodes that tensors need and knows only the functions that rebuild tensors; it refuses a file that names another
-//! function, with an error that names it. The tensors are views of the mapped file, checked against its length; those
-//! stored transposed or with gaps are copied.
+//! opcodes that tensors need and knows only the functions that rebuild tensors and those of the plain values beside them,
+//! which it skips; it refuses a file that names another function, with an error that names it. The tensors are views of the
+//! mapped file, checked against its length; those stored transposed or with gaps are copied.
 //!
 //! Both formats are supported: the zip archives of PyTorch 1.6 and later, and the format of earlier versions. As with
 //! safetensors files, the tensors are returned as [`StoredTensor`](overdrive_safetensors::StoredTensor)s.

@@ -27,7 +27,8 @@ pub(crate) enum Value {
     Global(Global),
     Storage(StorageRef),
     Tensor(TensorRef),
-    Device,
+    /// A value that is not read: a device, a set, a tensor of complex numbers.
+    Unread,
 }
 
 /// The values of a pickle, and the last one, which is its result.
@@ -94,7 +95,7 @@ impl Machine {
             b'M' => self.push_int(u16::from_le_bytes(reader.array()?)),
             0x8a => {
                 let value = long(reader)?;
-                self.push(Value::Int(value));
+                self.push(value);
             }
             // BINFLOAT
             b'G' => {
@@ -170,7 +171,7 @@ impl Machine {
                 // Attributes of a dictionary, such as `_metadata` with the versions of modules.
                 self.pop()?;
                 let target = self.pop()?;
-                if !matches!(self.value(target), Value::Dict(_)) {
+                if !matches!(self.value(target), Value::Dict(_) | Value::Unread) {
                     return bad("it sets attributes of something other than a dictionary");
                 }
                 self.stack.push(target);
@@ -194,7 +195,6 @@ impl Machine {
         };
         match function {
             Global::OrderedDict if arguments.is_empty() => Ok(Value::Dict(Vec::new())),
-            Global::Device => Ok(Value::Device),
             Global::Size => match arguments.first().map(|&id| self.value(id)) {
                 // Repeated copies of a long tuple would fill memory.
                 Some(Value::Tuple(sizes)) if sizes.len() > MAX_RANK => {
@@ -206,15 +206,33 @@ impl Machine {
                 _ => bad("it makes a shape of something other than a tuple"),
             },
             Global::Parameter => match arguments.first().map(|&id| self.value(id)) {
-                Some(Value::Tensor(tensor)) => Ok(Value::Tensor(tensor.clone())),
+                Some(tensor @ (Value::Tensor(_) | Value::Unread)) => Ok(tensor.clone()),
                 _ => bad("it makes a parameter of something other than a tensor"),
             },
-            Global::Tensor => rebuild(self, arguments, false).map(Value::Tensor),
-            Global::TypedTensor => rebuild(self, arguments, true).map(Value::Tensor),
-            Global::OrderedDict | Global::Storage(_) | Global::Kind(_) => bad(format!(
-                "it calls {function:?} with {} arguments",
-                arguments.len()
-            )),
+            Global::Tensor => rebuild(self, arguments, false),
+            Global::TypedTensor => rebuild(self, arguments, true),
+            // A function, a class, the arguments of the function, and attributes.
+            Global::FromType => match arguments
+                .iter()
+                .take(5)
+                .map(|&id| self.value(id))
+                .collect::<Vec<_>>()[..]
+            {
+                [
+                    Value::Global(function @ (Global::Tensor | Global::TypedTensor)),
+                    Value::Global(Global::TensorClass),
+                    Value::Tuple(arguments),
+                    _,
+                ] => rebuild(self, arguments, *function == Global::TypedTensor),
+                _ => Ok(Value::Unread),
+            },
+            Global::Unread => Ok(Value::Unread),
+            Global::OrderedDict | Global::TensorClass | Global::Storage(_) | Global::Dtype(_) => {
+                bad(format!(
+                    "it calls {function:?} with {} arguments",
+                    arguments.len()
+                ))
+            }
         }
     }
 
@@ -280,15 +298,17 @@ fn empty() -> Fault {
     Fault::Bad("it takes a value from an empty stack".to_owned())
 }
 
-/// Reads an integer of up to 16 bytes, little-endian in two's complement.
-fn long(reader: &mut Reader<'_>) -> Checked<i128> {
+/// Reads an integer, little-endian in two's complement; one of more than 16 bytes is not read.
+fn long(reader: &mut Reader<'_>) -> Checked<Value> {
     let length = usize::from(reader.byte()?);
     let bytes = reader.take(length)?;
-    if length > size_of::<i128>() {
-        return bad(format!("it has an integer of {length} bytes"));
-    }
-    let negative = bytes.last().is_some_and(|byte| byte & 0x80 != 0);
-    let mut wide = [if negative { 0xff } else { 0 }; 16];
-    wide[..length].copy_from_slice(bytes);
-    Ok(i128::from_le_bytes(wide))
+    let mut wide = match bytes.last() {
+        Some(byte) if byte & 0x80 != 0 => [0xff; 16],
+        _ => [0; 16],
+    };
+    let Some(low) = wide.get_mut(..length) else {
+        return Ok(Value::Unread);
+    };
+    low.copy_from_slice(bytes);
+    Ok(Value::Int(i128::from_le_bytes(wide)))
 }

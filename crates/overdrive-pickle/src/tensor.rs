@@ -3,7 +3,7 @@
 use tch::Kind;
 
 use crate::error::{Checked, bad};
-use crate::globals::Global;
+use crate::globals::{Dtype, Global};
 use crate::machine::{Id, Machine, Value};
 
 /// The largest number of dimensions, which is libtorch's.
@@ -17,8 +17,8 @@ const MAX_KEY: usize = 64;
 pub(crate) struct StorageRef {
     /// The name of the block in the file.
     pub(crate) key: String,
-    /// The dtype of the elements; `None` for bytes.
-    pub(crate) kind: Option<Kind>,
+    /// The type of the elements; `None` for bytes.
+    pub(crate) dtype: Option<&'static Dtype>,
     /// The number of elements.
     pub(crate) elements: usize,
 }
@@ -44,7 +44,7 @@ pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
     match values[..] {
         [
             Value::Text(word),
-            Value::Global(Global::Storage(kind)),
+            Value::Global(Global::Storage(dtype)),
             Value::Text(key),
             _,
             Value::Int(elements),
@@ -55,7 +55,7 @@ pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
             }
             Ok(StorageRef {
                 key: key.clone(),
-                kind: *kind,
+                dtype: *dtype,
                 elements: size(*elements)?,
             })
         }
@@ -64,8 +64,8 @@ pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
 }
 
 /// Returns the tensor that the arguments of `_rebuild_tensor_v2` (storage, offset, size, stride, …) or `_v3` (with a
-/// dtype as the seventh) describe, checked against its storage.
-pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Checked<TensorRef> {
+/// dtype as the seventh) describe, checked against its storage; a value to skip for a dtype that is not read.
+pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Checked<Value> {
     let values: Vec<&Value> = arguments
         .iter()
         .take(8)
@@ -81,13 +81,16 @@ pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Check
     else {
         return bad("a tensor is not described by its storage, offset, shape and strides");
     };
-    let kind = match (typed, rest.get(2)) {
-        (true, Some(Value::Global(Global::Kind(kind)))) => Some(*kind),
+    let dtype = match (typed, rest.get(2)) {
+        (true, Some(Value::Global(Global::Dtype(dtype)))) => Some(*dtype),
         (true, _) => None,
-        (false, _) => storage.kind,
+        (false, _) => storage.dtype,
     };
-    let Some(kind) = kind else {
+    let Some(dtype) = dtype else {
         return bad("a tensor has no dtype");
+    };
+    let Some(kind) = dtype.kind else {
+        return Ok(Value::Unread);
     };
     let tensor = TensorRef {
         storage: storage.clone(),
@@ -97,7 +100,7 @@ pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Check
         strides: sizes(machine, strides)?,
     };
     tensor.check()?;
-    Ok(tensor)
+    Ok(Value::Tensor(tensor))
 }
 
 fn sizes(machine: &Machine, ids: &[Id]) -> Checked<Vec<usize>> {
@@ -194,7 +197,7 @@ impl TensorRef {
 
 impl StorageRef {
     fn bytes_per_element(&self) -> usize {
-        self.kind.map_or(1, |kind| kind.elt_size_in_bytes())
+        self.dtype.map_or(1, |dtype| dtype.bytes)
     }
 
     /// Returns the number of bytes; `None` on overflow.

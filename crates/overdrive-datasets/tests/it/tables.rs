@@ -1,13 +1,18 @@
 //! Rows of Parquet and Arrow files, as pyarrow writes them.
 
 use crate::common::{cases, fixture};
+use arrow_array::{
+    ArrayRef, Int64Array, LargeListArray, RecordBatch, StructArray, TimestampMicrosecondArray,
+};
+use arrow_buffer::OffsetBuffer;
+use arrow_ipc::writer::StreamWriter;
 use overdrive_core::random::uniform_below;
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, RangeSource, Result, TableRecords,
     register_source,
 };
 use proptest::prelude::*;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -118,6 +123,49 @@ fn files_follow_one_another_and_workers_share_them() {
         .map(|row| row["id"].as_i64().unwrap())
         .collect();
     assert_eq!(ids, (0..9).flat_map(|_| 0..1000).collect::<Vec<_>>());
+}
+
+#[test]
+fn times_of_named_zones_are_in_utc_wherever_they_are() {
+    let instants = [Some(1_000_000), Some(1_600_000_000_123_456), None];
+    let of = |zone: &str| -> ArrayRef {
+        let times = TimestampMicrosecondArray::from(instants.to_vec());
+        Arc::new(times.with_timezone(zone))
+    };
+    let batch = |columns: Vec<(&str, ArrayRef)>| RecordBatch::try_from_iter(columns).unwrap();
+    let times = of("UTC");
+    let numbers: ArrayRef = Arc::new(Int64Array::from(vec![1, 2, 3]));
+    let nested = StructArray::from(batch(vec![("at", Arc::clone(&times)), ("number", numbers)]));
+    let item = batch(vec![("item", Arc::clone(&times))]).schema().fields()[0].clone();
+    let offsets = OffsetBuffer::new(vec![0, 0, 1, 3].into());
+    let list = LargeListArray::new(item, offsets, Arc::clone(&times), None);
+    let table = batch(vec![
+        ("utc", times),
+        ("berlin", of("Europe/Berlin")),
+        ("offset", of("+05:30")),
+        ("nested", Arc::new(nested)),
+        ("list", Arc::new(list)),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("times.arrow");
+    let file = std::fs::File::create(&path).unwrap();
+    let mut writer = StreamWriter::try_new(file, &table.schema()).unwrap();
+    writer.write(&table).unwrap();
+    writer.finish().unwrap();
+
+    let rows = TableRecords::<Value>::open([&path]).unwrap();
+    let second = "2020-09-13T12:26:40.123456Z";
+    assert_eq!(
+        rows.get(1).unwrap(),
+        json!({
+            "utc": second, "berlin": second, "offset": "2020-09-13T17:56:40.123456+05:30",
+            "nested": {"at": second, "number": 2}, "list": ["1970-01-01T00:00:01Z"],
+        })
+    );
+    let third = rows.get(2).unwrap();
+    assert_eq!(third["utc"], Value::Null);
+    assert_eq!(third["nested"], json!({"at": null, "number": 3}));
+    assert_eq!(third["list"], json!([second, null]));
 }
 
 #[test]

@@ -219,8 +219,8 @@ fn other_opcodes_and_names_are_refused() {
         (b"\x80\x02cbuiltins\neval\n.", "builtins.eval"),
         (b"\x80\x02ctorch\nload\n.", "torch.load"),
         (
-            b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n.",
-            "_rebuild_meta_tensor_no_storage",
+            b"\x80\x02ctorch._utils\n_rebuild_wrapper_subclass\n.",
+            "_rebuild_wrapper_subclass",
         ),
         (b"\x80\x02ccollections\nOrderedDict\n)\x81.", "opcode 0x81"),
         (b"\x80\x02h\x05.", "value 5"),

@@ -71,6 +71,39 @@ fn code_is_refused_by_its_name_and_not_run() {
 }
 
 #[test]
+fn values_that_are_no_weights_are_skipped_one_by_one() {
+    for name in ["skipped.bin", "skipped_old.bin"] {
+        let file = PickledFile::open(fixture(name)).unwrap();
+        let tensors = file.tensors();
+        let read: Vec<(&str, Vec<f32>)> = tensors
+            .iter()
+            .map(|stored| {
+                let (chunks, _) = stored.data().as_chunks();
+                let numbers = chunks.iter().map(|&bytes| f32::from_le_bytes(bytes));
+                (stored.name(), numbers.collect())
+            })
+            .collect();
+        let expected = [
+            ("attribute", vec![5.0]),
+            ("named", vec![3.0, 4.0]),
+            ("plain", vec![1.0, 2.0]),
+        ];
+        assert_eq!(read, expected, "{name}");
+        let others = [
+            "complex64",
+            "complex128",
+            "complex",
+            "quantized",
+            "channels",
+            "sparse",
+            "csr",
+            "set",
+        ];
+        assert_eq!(file.others(), others, "{name}");
+    }
+}
+
+#[test]
 fn what_is_no_state_dict_is_named() {
     let error = PickledFile::open(fixture("checkpoint.bin"))
         .unwrap_err()

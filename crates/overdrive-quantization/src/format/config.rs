@@ -308,12 +308,12 @@ impl QuantizationConfig {
         names
     }
 
-    /// Returns the configuration for writing weights that were read without their static
-    /// scales.
-    pub fn without_static_scales(self) -> QuantizationConfig {
+    /// Returns the configuration for writing weights that were read with this one: without the static scales, which are
+    /// not read, and for compressed-tensors with a scale for each row where a weight had one for all of them.
+    pub fn for_writing(self) -> QuantizationConfig {
         match self {
             QuantizationConfig::CompressedTensors(config) => {
-                QuantizationConfig::CompressedTensors(config.without_static_scales())
+                QuantizationConfig::CompressedTensors(config.for_writing())
             }
             QuantizationConfig::Fp8(config) => {
                 QuantizationConfig::Fp8(config.without_static_scales())

@@ -128,14 +128,7 @@ impl Fp8Config {
     pub(super) fn read(&self, module: Module<'_>) -> Result<QuantizedWeight> {
         let codes = module.tensor("weight", &[Kind::Float8e4m3fn], &[None, None])?;
         if self.scheme() == Scheme::Fp8Blocks {
-            let block = fp8::BLOCK as i64;
-            let blocks: Vec<_> = codes
-                .size()
-                .iter()
-                .map(|size| Some((size + block - 1) / block))
-                .collect();
-            let scales = module.scales_f32("weight_scale_inv", &blocks)?;
-            return module.built(QuantizedWeight::from_fp8_blocks(codes, scales));
+            return read_blocks(module, codes, "weight_scale_inv");
         }
         let scales = row_scales(module, "weight_scale_inv", 1, codes.size()[0])?;
         let weight = module.built(QuantizedWeight::from_fp8(codes, scales))?;
@@ -154,19 +147,6 @@ impl Fp8Config {
             let expected = "fp8-blocks, the scheme of this layout; dequantize the model first";
             return Err(Error::option("scheme", weight.scheme, expected));
         };
-        let block = fp8::BLOCK as i64;
-        let of_blocks = scales.f_slice(0, None, None, block)?;
-        let by_row = of_blocks
-            .f_repeat_interleave_self_int(block, 0, None)?
-            .f_narrow(0, 0, weight.outputs)?;
-        if !by_row.f_equal(scales)? {
-            return Err(Error::BadWeight {
-                name: format!("{module}.weight"),
-                reason: "its rows were rearranged, so that the 128 rows of a block have several scales; dequantize the \
-                         model first"
-                    .to_owned(),
-            });
-        }
         Ok(vec![
             (
                 format!("{module}.weight"),
@@ -174,8 +154,41 @@ impl Fp8Config {
             ),
             (
                 format!("{module}.weight_scale_inv"),
-                of_blocks.f_contiguous()?,
+                scales_of_blocks(scales, module)?,
             ),
         ])
     }
+}
+
+/// Reads a weight of these codes with a scale for each block.
+pub(super) fn read_blocks(
+    module: Module<'_>,
+    codes: Tensor,
+    scales: &str,
+) -> Result<QuantizedWeight> {
+    let block = fp8::BLOCK as i64;
+    let blocks = codes.size().into_iter();
+    let blocks: Vec<_> = blocks
+        .map(|size| Some((size + block - 1) / block))
+        .collect();
+    let scales = module.scales_f32(scales, &blocks)?;
+    module.built(QuantizedWeight::from_fp8_blocks(codes, scales))
+}
+
+/// Returns the scales of blocks, `(⌈O/128⌉, ⌈I/128⌉)`, from those of each row.
+pub(super) fn scales_of_blocks(by_row: &Tensor, module: &str) -> Result<Tensor> {
+    let block = fp8::BLOCK as i64;
+    let of_blocks = by_row.f_slice(0, None, None, block)?;
+    let again = of_blocks
+        .f_repeat_interleave_self_int(block, 0, None)?
+        .f_narrow(0, 0, by_row.size()[0])?;
+    if !again.f_equal(by_row)? {
+        return Err(Error::BadWeight {
+            name: format!("{module}.weight"),
+            reason: "its rows were rearranged, so that the 128 rows of a block have several scales; dequantize the \
+                     model first"
+                .to_owned(),
+        });
+    }
+    Ok(of_blocks.f_contiguous()?)
 }

@@ -10,6 +10,7 @@
 //! | `gptq` | groups of 4 and 8 bits, also reordered (`desc_act`) | yes | no |
 //! | `awq` | groups of 4 bits (`gemm`) | yes | no |
 //! | `mxfp4` | 4-bit floats in blocks of 32, the experts of gpt-oss | yes | yes |
+//! | `fp8` | 8-bit floats with one scale for each block, DeepSeek-V3 | yes | yes |
 //! | `fp8` | 8-bit floats with one scale for each weight, Ministral 3 | yes | no |
 
 mod awq;

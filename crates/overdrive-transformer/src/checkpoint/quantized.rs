@@ -225,7 +225,7 @@ fn layout_of(
         layout @ (QuantizationConfig::BitsAndBytes(_) | QuantizationConfig::CompressedTensors(_)),
     ) = read
     {
-        return Ok(Some(layout.without_static_scales()));
+        return Ok(Some(layout.for_writing()));
     }
     // Keyed by name, so that an error lists the schemes in a fixed order.
     let schemes: BTreeMap<String, Scheme> = quantized
@@ -263,7 +263,7 @@ fn layout_of(
     }
     let mut layout = QuantizationConfig::for_scheme(*scheme, kept);
     // What a folder in FP8 says beside the lists of modules, as other programs read it.
-    let read = read.map(QuantizationConfig::without_static_scales);
+    let read = read.map(QuantizationConfig::for_writing);
     if let (QuantizationConfig::Fp8(own), Some(QuantizationConfig::Fp8(read))) = (&mut layout, read)
     {
         own.other = read.other;

@@ -71,7 +71,7 @@ pub(crate) fn read(
             }
         }
         for name in file.others() {
-            unused.add(name, "it is not a tensor");
+            unused.add(name, "it is not a tensor that can be read");
         }
     }
     for copy in &copies {

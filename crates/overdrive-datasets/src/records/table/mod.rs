@@ -50,8 +50,8 @@ trait TableFile: Send + Sync + std::fmt::Debug {
 /// streams), each converted to a `T` on demand.
 ///
 /// `T` is any type that serde can deserialize: a struct with the columns as fields, or [`serde_json::Value`].
-/// Dates and times are text in ISO 8601, bytes are hexadecimal; [`TableRecords::batch`] returns the columns
-/// unconverted.
+/// Dates and times are text in ISO 8601, those of a named time zone in UTC; decimals are numbers, bytes are hexadecimal.
+/// [`TableRecords::batch`] returns the columns unconverted.
 ///
 /// Opening reads only the footers of Parquet files and the headers of Arrow batches. Rows are decoded in blocks
 /// of one record batch, or of at most 4096 rows of a row group, and the last eight blocks are cached. So reading

@@ -1,6 +1,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::codec::fp8;
 use crate::{GroupOptions, Scheme};
 
 /// A group of modules with the same quantization.
@@ -43,6 +44,9 @@ pub struct QuantizationArgs {
     /// The elements that share a scale: `tensor`, `channel`, `group`, `tensor_group`, `block` or `token`.
     #[serde(default)]
     pub strategy: Option<String>,
+    /// The outputs and inputs of a block.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_structure: Option<[i64; 2]>,
     /// If `true`, scales are computed while the model runs.
     #[serde(default)]
     pub dynamic: Value,
@@ -71,6 +75,8 @@ pub(super) enum Strategy {
     Group(i64),
     /// Groups whose scales have a common scale.
     TensorGroup(i64),
+    /// Blocks of 128 outputs and 128 inputs.
+    Block,
 }
 
 impl QuantizationArgs {
@@ -88,6 +94,7 @@ impl QuantizationArgs {
             symmetric,
             group_size: group,
             strategy: Some(strategy.to_owned()),
+            block_structure: None,
             dynamic: Value::Bool(dynamic),
             other: Map::new(),
         }
@@ -105,6 +112,9 @@ impl QuantizationArgs {
             (Some("channel"), _) | (None, Some(-1)) => Some(Strategy::Channel),
             (Some("group") | None, Some(size)) if size > 0 => Some(Strategy::Group(size)),
             (Some("tensor_group"), Some(size)) if size > 0 => Some(Strategy::TensorGroup(size)),
+            (Some("block"), _) if self.block_structure == Some([fp8::BLOCK as i64; 2]) => {
+                Some(Strategy::Block)
+            }
             _ => None,
         }
     }
@@ -121,7 +131,8 @@ pub(super) fn scheme_of(args: &QuantizationArgs, dynamic: bool) -> Option<Scheme
             true => Scheme::Int8Dynamic,
             false => Scheme::Int8WeightOnly,
         }),
-        (_, _, Strategy::TensorGroup(_)) => None,
+        ("float", 8, Strategy::Block) => Some(Scheme::Fp8Blocks),
+        (_, _, Strategy::TensorGroup(_) | Strategy::Block) => None,
         ("int", 4 | 8, _) => Some(Scheme::Grouped(GroupOptions {
             bits: args.num_bits,
             group_size: match strategy {

@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
 
-use super::args::{ConfigGroup, QuantizationArgs, scheme_of};
+use super::args::{ConfigGroup, QuantizationArgs, Strategy, scheme_of};
 use crate::format::module_patterns::{any, names_module};
 use crate::format::source::Module;
 use crate::{Error, Result, Scheme};
@@ -68,41 +68,24 @@ impl CompressedTensorsConfig {
 
     /// Returns the configuration of files with weights of this scheme, if compressed-tensors has it.
     pub(in crate::format) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
-        let dynamic = Some(QuantizationArgs::of(8, "int", true, "token", None));
-        let (format, weights, input_activations) = match scheme {
-            Scheme::Int8Dynamic => {
-                let weights = QuantizationArgs::of(8, "int", true, "channel", None);
-                ("int-quantized", weights, dynamic)
-            }
-            Scheme::Int8WeightOnly => {
-                let weights = QuantizationArgs::of(8, "int", true, "channel", None);
-                ("pack-quantized", weights, None)
+        let format = format_of(scheme)?;
+        let weights = match scheme {
+            Scheme::Int8Dynamic | Scheme::Int8WeightOnly => {
+                QuantizationArgs::of(8, "int", true, "channel", None)
             }
             Scheme::Grouped(options) => {
                 let size = Some(options.group_size as i64);
-                let (bits, symmetric) = (options.bits, options.symmetric);
-                let weights = QuantizationArgs::of(bits, "int", symmetric, "group", size);
-                ("pack-quantized", weights, None)
+                QuantizationArgs::of(options.bits, "int", options.symmetric, "group", size)
             }
-            Scheme::Fp8 => {
-                let weights = QuantizationArgs::of(8, "float", true, "channel", None);
-                ("float-quantized", weights, None)
-            }
-            Scheme::Mxfp4 => {
-                let weights = QuantizationArgs::of(4, "float", true, "group", Some(32));
-                (
-                    "mxfp4-pack-quantized",
-                    weights.with_scales_of("torch.uint8"),
-                    None,
-                )
-            }
-            Scheme::Nvfp4 => {
-                let weights = QuantizationArgs::of(4, "float", true, "tensor_group", Some(16));
-                let scales = "torch.float8_e4m3fn";
-                ("nvfp4-pack-quantized", weights.with_scales_of(scales), None)
-            }
+            Scheme::Fp8 => QuantizationArgs::of(8, "float", true, "channel", None),
+            Scheme::Mxfp4 => QuantizationArgs::of(4, "float", true, "group", Some(32))
+                .with_scales_of("torch.uint8"),
+            Scheme::Nvfp4 => QuantizationArgs::of(4, "float", true, "tensor_group", Some(16))
+                .with_scales_of("torch.float8_e4m3fn"),
             _ => return None,
         };
+        let input_activations = (scheme == Scheme::Int8Dynamic)
+            .then(|| QuantizationArgs::of(8, "int", true, "token", None));
         let group = ConfigGroup {
             targets: vec!["Linear".to_owned()],
             weights: Some(weights),
@@ -151,18 +134,23 @@ impl CompressedTensorsConfig {
         for args in groups.iter().filter_map(|group| group.weights.as_ref()) {
             if scheme_of(args, false).is_none() {
                 let strategy = args.strategy.as_deref().unwrap_or("tensor");
-                let found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
-                let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor or channel, \
-                                4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
+                let mut found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
+                if let Some([outputs, inputs]) = args.block_structure {
+                    found += &format!(" of {outputs} by {inputs}");
+                }
+                let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor, channel or block \
+                                of 128 by 128, 4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
                 return Err(Error::option(CONFIG_GROUPS, found, expected));
             }
         }
         Ok(())
     }
 
-    /// Returns the configuration of the weights without static scales: activations are quantized by the token
-    /// as they are computed, outputs and caches are not.
-    pub(in crate::format) fn without_static_scales(mut self) -> Self {
+    /// Returns the configuration of the weights as they are written: activations are quantized by the token as they are
+    /// computed, outputs and caches are not, a weight has a scale for each row where it had one for all of them, and the
+    /// formats are those of [`write`](Self::write).
+    pub(in crate::format) fn for_writing(mut self) -> Self {
+        let mut formats: Vec<&'static str> = Vec::new();
         for group in self.config_groups.values_mut() {
             let Some(group) = group.as_object_mut() else {
                 continue;
@@ -178,6 +166,31 @@ impl CompressedTensorsConfig {
             if group.contains_key("output_activations") {
                 group.insert("output_activations".to_owned(), Value::Null);
             }
+            let parsed = serde_json::from_value(Value::Object(group.clone()));
+            let Ok(ConfigGroup {
+                weights: Some(args),
+                input_activations,
+                ..
+            }) = parsed
+            else {
+                continue;
+            };
+            if args.strategy() == Some(Strategy::Tensor)
+                && let Some(Value::Object(weights)) = group.get_mut("weights")
+            {
+                weights.insert("strategy".to_owned(), "channel".into());
+            }
+            let scheme = scheme_of(&args, input_activations.is_some());
+            if let Some(format) = scheme.and_then(format_of) {
+                group.insert("format".to_owned(), format.into());
+                formats.push(format);
+            }
+        }
+        formats.dedup();
+        match formats[..] {
+            [] => {}
+            [format] => self.format = Some(format.to_owned()),
+            _ => self.format = Some("mixed-precision".to_owned()),
         }
         if self.other.contains_key("kv_cache_scheme") {
             self.other.insert("kv_cache_scheme".to_owned(), Value::Null);
@@ -237,4 +250,16 @@ impl CompressedTensorsConfig {
         let codes = |kind| matches!(kind, Kind::Int8 | Kind::Float8e4m3fn);
         Ok(weight.and_then(|weight| weight.kind()).is_some_and(codes))
     }
+}
+
+/// Returns the format in which weights of this scheme are written, if compressed-tensors has it.
+fn format_of(scheme: Scheme) -> Option<&'static str> {
+    Some(match scheme {
+        Scheme::Int8Dynamic => "int-quantized",
+        Scheme::Int8WeightOnly | Scheme::Grouped(_) => "pack-quantized",
+        Scheme::Fp8 | Scheme::Fp8Blocks => "float-quantized",
+        Scheme::Mxfp4 => "mxfp4-pack-quantized",
+        Scheme::Nvfp4 => "nvfp4-pack-quantized",
+        _ => return None,
+    })
 }

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::args::{QuantizationArgs, Strategy, scheme_of};
 use super::config::CompressedTensorsConfig;
+use crate::format::fp8;
 use crate::format::packed_words::{Groups, code, order_of, words};
 use crate::format::source::{self, Module};
 use crate::tensors::bytes;
@@ -20,7 +21,7 @@ impl CompressedTensorsConfig {
         };
         let Some(strategy) = args.strategy() else {
             return Err(module.bad(format!(
-                "its scales are by {}; they must be by tensor, channel or group",
+                "its scales are by {}; they must be by tensor, channel, group, or block of 128 by 128",
                 args.strategy.as_deref().unwrap_or("nothing")
             )));
         };
@@ -35,6 +36,9 @@ impl CompressedTensorsConfig {
             Some(Kind::Int8) => self.read_ints(module, &args, strategy, dynamic),
             Some(Kind::Float8e4m3fn) => {
                 let codes = module.tensor("weight", &[Kind::Float8e4m3fn], &[None, None])?;
+                if strategy == Strategy::Block {
+                    return fp8::read_blocks(module, codes, "weight_scale");
+                }
                 let scales = row_scales(module, strategy, codes.size()[0])?;
                 let weight = module.built(QuantizedWeight::from_fp8(codes, scales))?;
                 match dynamic {

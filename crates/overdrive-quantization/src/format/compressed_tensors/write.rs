@@ -2,9 +2,11 @@
 
 use tch::{Device, Kind, Tensor};
 
+use super::args::{QuantizationArgs, Strategy};
 use super::config::CompressedTensorsConfig;
 use crate::codec::microscaling;
 use crate::constructors::code_bytes;
+use crate::format::fp8::scales_of_blocks;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 use overdrive_kernels::tensors::elements;
@@ -34,10 +36,16 @@ impl CompressedTensorsConfig {
                     named("weight_shape", shape()?),
                 ])
             }
-            Storage::Fp8 { codes, scales } => Ok(vec![
-                named("weight", codes.f_view_dtype(Kind::Float8e4m3fn)?),
-                named("weight_scale", scales.f_unsqueeze(1)?),
-            ]),
+            Storage::Fp8 { codes, scales } => {
+                let scales = match weight.scheme {
+                    Scheme::Fp8Blocks => scales_of_blocks(scales, module)?,
+                    _ => scales.f_unsqueeze(1)?,
+                };
+                Ok(vec![
+                    named("weight", codes.f_view_dtype(Kind::Float8e4m3fn)?),
+                    named("weight_scale", scales),
+                ])
+            }
             Storage::Grouped {
                 codes,
                 scales,
@@ -52,6 +60,12 @@ impl CompressedTensorsConfig {
                     _ => 0,
                 };
                 let width = codes.size()[1];
+                let args = self.group_of(module)?.and_then(|group| group.weights);
+                let groups = args
+                    .as_ref()
+                    .and_then(|args| groups_of(args, weight.inputs));
+                let of_groups = |numbers: &Tensor| of_groups(numbers, groups, module);
+                let scales = &of_groups(scales)?;
                 let mut tensors = vec![
                     named(
                         "weight_packed",
@@ -60,12 +74,19 @@ impl CompressedTensorsConfig {
                     named("weight_scale", scales.shallow_clone()),
                     named("weight_shape", shape()?),
                 ];
-                if let Some(offsets) = offsets {
-                    // Signed codes begin at -128.
-                    let first = if flip == 0 { 0.0 } else { 128.0 };
-                    let zeros = packed_zeros(weight, module, options, scales, offsets, first)?;
-                    tensors.push(named("weight_zero_point", zeros));
-                }
+                // Signed codes begin at -128.
+                let first = if flip == 0 { 0.0 } else { 128.0 };
+                let (offsets, first) = match offsets {
+                    Some(offsets) => (of_groups(offsets)?, first),
+                    // All zero points of the weight are the middle, which its configuration does not say.
+                    None if args.is_some_and(|args| !args.symmetric) => {
+                        let middle = 1u8 << (options.bits - 1);
+                        (scales.f_zeros_like()?, f32::from(middle))
+                    }
+                    None => return Ok(tensors),
+                };
+                let zeros = packed_zeros(weight, module, options, scales, &offsets, first)?;
+                tensors.push(named("weight_zero_point", zeros));
                 Ok(tensors)
             }
             Storage::Blocks {
@@ -97,6 +118,38 @@ impl CompressedTensorsConfig {
             _ => Err(unsupported(weight)),
         }
     }
+}
+
+/// Returns the number of groups in a row of a weight; `None` if its configuration does not say.
+fn groups_of(args: &QuantizationArgs, inputs: i64) -> Option<i64> {
+    match args.strategy()? {
+        Strategy::Group(size) => Some((inputs + size - 1) / size),
+        Strategy::Tensor | Strategy::Channel => Some(1),
+        Strategy::TensorGroup(_) | Strategy::Block => None,
+    }
+}
+
+/// Returns the numbers of `groups` groups in each row. Reading splits groups of other sizes than the kernels have, and
+/// repeats their numbers.
+fn of_groups(numbers: &Tensor, groups: Option<i64>, module: &str) -> Result<Tensor> {
+    let [outputs, stored] = [0, 1].map(|axis| numbers.size()[axis]);
+    let groups = groups.unwrap_or(stored);
+    if groups == stored {
+        return Ok(numbers.shallow_clone());
+    }
+    if stored % groups == 0 {
+        let parts = numbers.f_view([outputs, groups, -1])?;
+        let firsts = parts.f_narrow(2, 0, 1)?;
+        if firsts.f_expand_as(&parts)?.f_equal(&parts)? {
+            return Ok(firsts.f_squeeze_dim(2)?.f_contiguous()?);
+        }
+    }
+    Err(Error::BadWeight {
+        name: format!("{module}.weight"),
+        reason: format!(
+            "it has {stored} groups in a row, and its configuration has {groups}; dequantize the model first"
+        ),
+    })
 }
 
 /// Returns bytes of two codes with the first one in the low half, as files have it.

@@ -312,6 +312,123 @@ fn weights_come_back_from_files_as_they_were() {
 }
 
 #[test]
+fn weights_of_other_libraries_are_written_as_their_configuration_says() {
+    let file = fixture();
+    for (module, format, scales) in [
+        ("ct_fp8_tensor", "float-quantized", [24, 1]),
+        ("ct_fp8", "float-quantized", [24, 1]),
+        ("ct_int8_tensor", "int-quantized", [24, 1]),
+        ("ct_int8_packed", "pack-quantized", [24, 1]),
+        ("ct_int8_asym", "pack-quantized", [24, 1]),
+        ("ct_int8_group", "pack-quantized", [24, 4]),
+        // 96 inputs are three groups of the kernels.
+        ("ct_int4_channel", "pack-quantized", [24, 1]),
+        ("ct_int4_asym", "pack-quantized", [21, 4]),
+    ] {
+        let config = config_of(&file, module);
+        let weight = config.read_weight(&file, module).unwrap();
+        // The name of the format of weights that are written in another one.
+        let mut json = config.to_json().unwrap();
+        json["format"] = "naive-quantized".into();
+        let config = QuantizationConfig::from_json(&json).unwrap().for_writing();
+        let json = config.to_json().unwrap();
+        assert_eq!(json["format"], format, "{module}");
+        assert_eq!(
+            json["config_groups"]["group_0"]["format"], format,
+            "{module}"
+        );
+        let (_folder, written) = written(&config, &weight);
+        let stored = written.tensor("a.b.weight_scale").unwrap();
+        assert_eq!(stored.shape(), scales, "{module}");
+        let back = config.read_weight(&written, "a.b").unwrap();
+        assert_eq!(back.scheme(), weight.scheme(), "{module}");
+        let [found, expected] = [&back, &weight].map(|w| w.dequantize(Kind::Float).unwrap());
+        assert!(largest(&(found - expected)) <= 1e-7, "{module}");
+    }
+
+    // All zero points of a weight may be the middle of the range.
+    for (module, scheme) in [("ct_int4_asym", "int4-g32"), ("ct_int8_group", "int8-g32")] {
+        let config = config_of(&file, module).for_writing();
+        let weight =
+            QuantizedWeight::quantize(&random([21, 128], 1), scheme.parse().unwrap()).unwrap();
+        let (_folder, written) = written(&config, &weight);
+        let back = config.read_weight(&written, "a.b").unwrap();
+        let [found, expected] = [&back, &weight].map(|w| w.dequantize(Kind::Float).unwrap());
+        assert_eq!(found, expected, "{module}");
+    }
+
+    // A weight that was quantized again has scales of its own in each group.
+    let config = config_of(&file, "ct_int4_channel").for_writing();
+    let again =
+        QuantizedWeight::quantize(&random([24, 96], 1), "int4-g32".parse().unwrap()).unwrap();
+    let error = config.write_weight(&again, "a.b").unwrap_err().to_string();
+    assert!(
+        error.contains("3 groups in a row, and its configuration has 1"),
+        "{error}"
+    );
+}
+
+#[test]
+fn blocks_of_compressed_tensors_have_their_scales_and_are_written_again() {
+    let layout = |structure: [i64; 2]| {
+        let weights = json!({
+            "num_bits": 8, "type": "float", "symmetric": true, "strategy": "block", "block_structure": structure,
+        });
+        let activations = json!({
+            "num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": true,
+        });
+        json!({
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations},
+            },
+        })
+    };
+    let config = QuantizationConfig::from_json(&layout([128, 128])).unwrap();
+    assert_eq!(config.scheme().unwrap(), Some(Scheme::Fp8Blocks));
+    let codes = (random([200, 300], 1) * 4000.0).to_kind(Kind::Float8e4m3fn);
+    let scales = random([2, 3], 2);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    let tensors = [
+        ("a.b.weight".to_owned(), codes.shallow_clone()),
+        ("a.b.weight_scale".to_owned(), scales.shallow_clone()),
+    ];
+    write(&path, &tensors, &BTreeMap::new()).unwrap();
+    let weight = config
+        .read_weight(&MappedFile::open(&path).unwrap(), "a.b")
+        .unwrap();
+    let by_element = scales
+        .repeat_interleave_self_int(128, 0, None)
+        .repeat_interleave_self_int(128, 1, None);
+    let by_element = by_element.narrow(0, 0, 200).narrow(1, 0, 300);
+    let expected = codes.to_kind(Kind::Float) * by_element;
+    assert_eq!(weight.dequantize(Kind::Float).unwrap(), expected);
+
+    let (_folder, again) = written(&config.for_writing(), &weight);
+    for (name, tensor) in tensors {
+        let stored = again
+            .tensor(&name)
+            .unwrap()
+            .copy_to_tensor(None, Device::Cpu)
+            .unwrap();
+        assert_eq!(
+            stored.to_kind(Kind::Float),
+            tensor.to_kind(Kind::Float),
+            "{name}"
+        );
+    }
+
+    let error = QuantizationConfig::from_json(&layout([64, 128]))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("8-bit float by block of 64 by 128"),
+        "{error}"
+    );
+}
+
+#[test]
 fn scales_in_files_are_of_the_kind_they_were_made_in() {
     for symmetric in [true, false] {
         for (scales, bits) in [(GroupScales::Half, 4.5), (GroupScales::Float, 5.0)] {
