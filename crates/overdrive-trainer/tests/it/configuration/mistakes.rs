@@ -307,3 +307,10 @@ fn errors_of_unreadable_files_name_the_cause() {
         );
     }
 }
+
+#[test]
+fn the_error_of_a_file_that_is_no_yaml_names_the_line_and_no_option_of_the_parser() {
+    let text = error("learning_rate: 1e-4\nlearning_rate: 2e-4");
+    let expected = "run.yaml is not valid YAML: duplicate mapping key: learning_rate not allowed here at line 2, column 1";
+    assert_eq!(text, expected);
+}
