@@ -238,7 +238,9 @@ impl Key {
                 .num_args(1..)
                 .action(ArgAction::Append)
                 .value_delimiter(','),
+            // As in argparse, the last one on the command line counts.
             List::No => arg
+                .overrides_with(self.name)
                 .allow_negative_numbers(true)
                 .value_parser(move |text: &str| self.parse::<A>(text)),
         }]
@@ -286,6 +288,8 @@ impl Key {
         for candidate in candidates.into_iter().flatten() {
             match self.try_value::<A>(candidate.clone()) {
                 Ok(()) => return Ok(candidate),
+                // A section is meant as one, so its mistake is the one to report.
+                Err(wrong) if candidate.is_object() => error = Some(wrong),
                 Err(wrong) => error = error.or(Some(wrong)),
             }
         }
