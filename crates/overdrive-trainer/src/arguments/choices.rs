@@ -362,6 +362,11 @@ pub(super) fn report_to<'de, D: Deserializer<'de>>(
         Some(OneOrMany::One(name)) => vec![name],
         Some(OneOrMany::Many(names)) => names,
     };
+    let is_alone = |name: &String| name == "none" || name == "all";
+    if names.len() > 1 && names.iter().any(is_alone) {
+        let expected = "destinations, or `all` or `none` alone";
+        return Err(serde::de::Error::custom(expected));
+    }
     let mut destinations = Vec::new();
     for name in names {
         match name.as_str() {

@@ -106,6 +106,16 @@ fn the_error_of_a_wrong_choice_lists_the_choices() {
         "run.yaml: `report_to` is `wand`, which is not one of `tensorboard`, `mlflow`, `wandb`, `all`, `none`; did you mean `wandb`?"
     );
     assert_eq!(
+        error("eval_strategy: true"),
+        "run.yaml: `eval_strategy` is `true`, which is not one of `no`, `steps`, `epoch`"
+    );
+    for mixed in ["[none, tensorboard]", "[all, tensorboard]"] {
+        assert_eq!(
+            error(&format!("report_to: {mixed}")),
+            "run.yaml: `report_to` is a list, expected destinations, or `all` or `none` alone"
+        );
+    }
+    assert_eq!(
         error("preset: large"),
         "run.yaml: `preset` is `large`, which is not one of `tiny`, `small`"
     );
