@@ -229,6 +229,8 @@ pub(super) enum Range {
     AtLeast(u32),
     /// At most this integer.
     AtMost(u32),
+    /// From 1 to this integer.
+    UpTo(u32),
     /// A time in seconds above 0 and at most 10^9, so that adding it to a clock cannot overflow.
     Seconds,
     /// An integer number of steps from 1, or a fraction of the run below 1.
@@ -249,6 +251,10 @@ impl Range {
             Self::Between => unless(number > 0.0 && number < 1.0, "above 0 and below 1"),
             Self::Fraction => unless((0.0..=1.0).contains(&number), "a fraction from 0 to 1"),
             Self::AtMost(most) => unless(number <= f64::from(most), &format!("at most {most}")),
+            Self::UpTo(most) => unless(
+                (1.0..=f64::from(most)).contains(&number),
+                &format!("from 1 to {most}"),
+            ),
             Self::AtLeast(_) if number > f64::from(i32::MAX) => {
                 Some(format!("at most {}", i32::MAX))
             }

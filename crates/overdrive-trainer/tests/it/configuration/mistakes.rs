@@ -153,6 +153,10 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
             "`dataloader_num_workers` is 4611686018427387904; it must be at most 1024",
         ),
         (
+            "threads: 9999",
+            "`threads` is 9999; it must be from 1 to 1024",
+        ),
+        (
             "model: {num_hidden_layers: 4611686018427387904}",
             "`model.num_hidden_layers` is 4611686018427387904; it must be at most 2147483647",
         ),
@@ -193,7 +197,7 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
             "`ema_decay` is 1; it must be at least 0 and below 1",
         ),
         ("zero_stage: 2", "`zero_stage` is 2; it must be at most 1"),
-        ("threads: 0", "`threads` is 0; it must be at least 1"),
+        ("threads: 0", "`threads` is 0; it must be from 1 to 1024"),
         (
             "model: {num_attention_heads: 3}",
             "`model.hidden_size` is 256; it must be a multiple of `num_attention_heads` (3), unless `head_dim` is set",
