@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::format::read_file;
 use super::key::{Key, List, Program, at, plain};
-use super::keys::{COMMAND_LINE, rows_of};
+use super::keys::{COMMAND_LINE, refuse_idle, rows_of};
 use super::layers::{Configuration, Layers};
 use crate::error::listed;
 use crate::{Error, Result};
@@ -99,7 +99,9 @@ impl<A: Configuration> ConfigArgs<A> {
         let layers = layers.layer(flags, COMMAND_LINE)?;
         let notes = layers.notes().iter();
         let notes = notes.map(|note| format!("configured  {note}")).collect();
-        Ok((layers.resolve()?, notes))
+        let arguments = layers.resolve()?;
+        refuse_idle(&self.values, &arguments.values()?)?;
+        Ok((arguments, notes))
     }
 }
 

@@ -96,6 +96,25 @@ pub(super) fn reset_excluded(
     }
 }
 
+/// Refuses a flag of adapters where none are trained. In a file the keys stay, because TRL writes all of them.
+///
+/// # Errors
+/// [`overdrive_core::Error::InvalidOption`].
+pub(super) fn refuse_idle(flags: &Map<String, Value>, values: &Value) -> Result<()> {
+    let is_idle = |key: &&Key| key.heading == "Adapters" && key.name != "use_peft";
+    let given = rows()
+        .filter(is_idle)
+        .find_map(|key| flags.get_key_value(key.name));
+    match given {
+        Some((name, value)) if values["use_peft"] == Value::Bool(false) => {
+            let expected = "left out without `use_peft`, as with `--full`, because there are no adapters; drop it, \
+                            or train adapters";
+            Err(overdrive_core::Error::option(name.clone(), plain(value), expected).into())
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Checks each number of a configuration against the range of its key. `defaults` distinguishes a key that is
 /// not set from NaN and infinities, which JSON also writes as `null`.
 ///
