@@ -75,6 +75,18 @@ impl RewardTotals {
     }
 }
 
+impl RewardMetrics {
+    /// Returns the means under their names.
+    pub fn named(&self) -> [(&'static str, f64); 4] {
+        [
+            ("rewards/chosen", self.chosen),
+            ("rewards/rejected", self.rejected),
+            ("rewards/accuracies", self.accuracies),
+            ("rewards/margins", self.margins),
+        ]
+    }
+}
+
 impl fmt::Display for RewardMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
