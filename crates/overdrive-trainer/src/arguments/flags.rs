@@ -37,8 +37,8 @@ static OF_FINETUNING: [Shortcut; 2] = [
 ];
 
 /// The flags of a program: `--config FILE`, and one for each key of its configuration. They are flattened
-/// into the program's own flags; [`TrainArgs`](crate::TrainArgs) and [`FinetuneArgs`](crate::FinetuneArgs)
-/// are the two instances.
+/// into the program's own flags; [`TrainArgs`](crate::TrainArgs), [`FinetuneArgs`](crate::FinetuneArgs)
+/// and [`DpoArgs`](crate::DpoArgs) are the instances.
 ///
 /// ```
 /// use clap::Parser;
@@ -168,7 +168,7 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
 fn shortcuts<A: Configuration>() -> &'static [Shortcut] {
     match A::PROGRAM {
         Program::Train => &[],
-        Program::Finetune => &OF_FINETUNING,
+        Program::Finetune | Program::Dpo => &OF_FINETUNING,
     }
 }
 

@@ -13,16 +13,18 @@ pub(super) use translate::{COMMAND_LINE, Source, refuse_unread, translate};
 use super::finetune::FINETUNE;
 use super::key::{Key, Program, Range, at, plain};
 use super::model::MODEL;
+use super::preference::PREFERENCE;
 use super::training::TRAINING;
 use crate::Result;
 
 /// The headings of the help, in its order.
-const HEADINGS: [&str; 10] = [
+const HEADINGS: [&str; 11] = [
     "Configuration",
     "Data",
     "Records",
     "Model",
     "Training",
+    "Preferences",
     "Evaluation and snapshots",
     "Reports",
     "Adapters",
@@ -40,7 +42,9 @@ impl Program {
 /// Returns every row: in the order of the help, and then the keys of other projects.
 fn rows() -> impl Iterator<Item = &'static Key> {
     let own = HEADINGS.into_iter().flat_map(|heading| {
-        let all = [TRAINING, MODEL, FINETUNE].into_iter().flatten();
+        let all = [TRAINING, MODEL, FINETUNE, PREFERENCE]
+            .into_iter()
+            .flatten();
         all.filter(move |key| key.heading == heading)
     });
     let foreign = [

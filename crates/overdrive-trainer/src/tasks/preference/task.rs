@@ -7,10 +7,9 @@ use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 use super::{
-    DpoConfig, DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, dpo_loss,
-    preference_log_probs,
+    DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, dpo_loss, preference_log_probs,
 };
-use crate::arguments::FinetuneArguments;
+use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments};
 use crate::error::invalid;
 use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
@@ -52,13 +51,14 @@ impl PreferenceTask {
     /// [`Error::Common`](crate::Error::Common) for a `bias` that is trained and for an
     /// `init_lora_weights` that changes the weights, because they would change the reference.
     pub fn prepare(
-        arguments: &mut FinetuneArguments,
-        config: DpoConfig,
+        arguments: &mut DpoArguments,
         base_model: Option<String>,
         group: &ProcessGroup,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
+        let config = arguments.dpo.clone();
         config.validate()?;
+        let arguments = &mut arguments.finetune;
         if arguments.use_peft && arguments.bias != BiasMode::None {
             let expected = "`none` for preferences, because the reference is the model without its adapter, and \
                             trained biases stay in it";
