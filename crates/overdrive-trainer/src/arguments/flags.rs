@@ -19,7 +19,7 @@ struct Shortcut {
     name: &'static str,
     help: &'static str,
     sets: fn() -> Value,
-    conflicts: &'static str,
+    conflicts: &'static [&'static str],
 }
 
 /// The characters that no name of a layer has.
@@ -30,9 +30,9 @@ const REGEX_CHARACTERS: [char; 13] = [
 // Each row is on two lines, so that the table can be read as a table.
 #[rustfmt::skip]
 static OF_FINETUNING: [Shortcut; 2] = [
-    Shortcut { name: "full", conflicts: "qlora", help: "Train all weights, without adapters",
+    Shortcut { name: "full", conflicts: &["qlora", "use_peft"], help: "Train all weights, without adapters",
         sets: || json!({ "use_peft": false, "load_in_4bit": false, "load_in_8bit": false }) },
-    Shortcut { name: "qlora", conflicts: "full", help: "Quantize the weights to NF4 with double quantization, and train adapters",
+    Shortcut { name: "qlora", conflicts: &["full"], help: "Quantize the weights to NF4 with double quantization, and train adapters",
         sets: || json!({ "use_peft": true, "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true }) },
 ];
 
@@ -118,7 +118,7 @@ impl<A: Configuration> Args for ConfigArgs<A> {
         for shortcut in shortcuts::<A>() {
             let switch = Arg::new(shortcut.name).long(shortcut.name);
             let switch = switch.action(ArgAction::SetTrue).help(shortcut.help);
-            command = command.arg(switch.conflicts_with(shortcut.conflicts));
+            command = command.arg(switch.conflicts_with_all(shortcut.conflicts));
         }
         for key in rows_of(A::PROGRAM) {
             for arg in key.args::<A>(&defaults) {

@@ -334,6 +334,8 @@ fn flags_of_adapters_are_refused_where_none_are_trained() {
             "{error}"
         );
     }
+    let contradiction = Preferences::try_parse_from(["dpo", "--full", "--use-peft"]);
+    assert!(contradiction.is_err());
     // TRL writes all keys into its files.
     let (_folder, path) = file("run.yaml", "use_peft: false\nlora_r: 8\n");
     assert!(preferences(&["--config", &path]).is_ok());
