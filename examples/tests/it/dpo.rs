@@ -117,6 +117,7 @@ fn the_margin_of_held_out_answers_grows_and_the_adapter_is_read_again() {
     let reward = |name: &str| last[format!("rewards/{name}")].as_f64().unwrap();
     assert!((reward("chosen") - reward("rejected") - reward("margins")).abs() < 1e-9);
     assert_eq!(reward("accuracies"), 1.0);
+    assert_eq!(last["eval_rewards/accuracies"].as_f64(), Some(1.0));
     let stored = std::fs::read_to_string(run_folder.join("training_args.json")).unwrap();
     let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
     assert_eq!(

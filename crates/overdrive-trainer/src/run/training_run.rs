@@ -329,11 +329,11 @@ impl TrainingRun {
 
     /// Adds values to the metrics of this step, as `Accelerator.log` does: metrics.jsonl and the trackers get them. Call it
     /// between [`step`](Self::step) and [`save_if_due`](Self::save_if_due), which logs the step.
-    pub fn log(&mut self, values: impl IntoIterator<Item = (&'static str, f64)>) {
+    pub fn log(&mut self, values: impl IntoIterator<Item = (String, f64)>) {
         if let Some(stepped) = &mut self.stepped {
             let values = values.into_iter();
-            let named = values.map(|(name, value)| (name.to_owned(), value.into()));
-            stepped.metrics.extra.extend(named);
+            let values = values.map(|(name, value)| (name, value.into()));
+            stepped.metrics.extra.extend(values);
         }
     }
 

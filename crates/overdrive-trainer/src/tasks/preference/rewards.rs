@@ -76,14 +76,15 @@ impl RewardTotals {
 }
 
 impl RewardMetrics {
-    /// Returns the means under their names.
-    pub fn named(&self) -> [(&'static str, f64); 4] {
+    /// Returns the means under their names after `prefix`: none in training, `eval_` in an evaluation.
+    pub fn named(&self, prefix: &str) -> [(String, f64); 4] {
         [
-            ("rewards/chosen", self.chosen),
-            ("rewards/rejected", self.rejected),
-            ("rewards/accuracies", self.accuracies),
-            ("rewards/margins", self.margins),
+            ("chosen", self.chosen),
+            ("rejected", self.rejected),
+            ("accuracies", self.accuracies),
+            ("margins", self.margins),
         ]
+        .map(|(name, mean)| (format!("{prefix}rewards/{name}"), mean))
     }
 }
 
