@@ -53,7 +53,7 @@ pub(crate) struct Flags {
     #[arg(long, default_value_t = 128)]
     max_length: usize,
     /// Train adapters of this rank and the classifier instead of all weights
-    #[arg(long, value_name = "RANK")]
+    #[arg(long, value_name = "RANK", value_parser = clap::value_parser!(u32).range(1..))]
     lora: Option<u32>,
     #[arg(long, default_value_t = 0)]
     seed: u64,

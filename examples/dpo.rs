@@ -7,9 +7,10 @@
 //!     --data examples/data/preferences.jsonl --steps 50 --learning-rate 5e-5 --out runs/preferred
 //! ```
 //!
-//! A record has `prompt`, `chosen` and `rejected`, each a text or a list of messages. The flags are those of `finetune`:
-//! the reference model is the model without its adapter, or with `--full` a second copy. The `rewards` lines show TRL's
-//! metrics, averaged over the steps since the previous line. The loop is that of `train`.
+//! A record has `prompt`, `chosen` and `rejected`, each a text or a list of messages. The keys and flags are those
+//! of `finetune` and of TRL's `DPOConfig`; the reference model is the model without its adapter, or with `--full` a second
+//! copy. The `rewards` lines and metrics.jsonl have TRL's metrics, averaged over the steps since the previous line. The loop
+//! is that of `train`.
 
 use std::process::ExitCode;
 
@@ -17,9 +18,8 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    DpoConfig, DpoLossType, FinetuneArgs, FinetuneArguments, Finetuned, PreferenceTask,
-    RewardTotals, RunEnd, RunOptions, TrainingRun, exit_or_resume, find_executable_batch_size,
-    print_line,
+    DpoArgs, DpoArguments, Finetuned, PreferenceTask, RewardTotals, RunEnd, RunOptions,
+    TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -27,16 +27,7 @@ use overdrive_examples::{local_data, local_model, model_name, repository};
 #[derive(Parser)]
 pub(crate) struct Flags {
     #[command(flatten)]
-    finetune: FinetuneArgs,
-    /// Weight of the deviation from the reference model: larger values keep the model closer to it
-    #[arg(long, allow_negative_numbers = true, default_value_t = 0.1)]
-    beta: f64,
-    /// Loss function of a preference pair
-    #[arg(long, value_enum, default_value = "sigmoid")]
-    loss_type: DpoLossType,
-    /// Probability that the labels of a pair are swapped, for `--loss-type robust`
-    #[arg(long, allow_negative_numbers = true, default_value_t = 0.0)]
-    label_smoothing: f64,
+    dpo: DpoArgs,
 }
 
 #[allow(dead_code, reason = "the tests include this file")]
@@ -46,14 +37,9 @@ fn main() -> ExitCode {
 
 /// Trains and writes the results; retries with smaller micro-batches if memory runs out.
 pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
-    let (mut arguments, notes) = flags.finetune.resolve_with_notes()?;
-    let config = DpoConfig {
-        beta: flags.beta,
-        loss_type: flags.loss_type,
-        label_smoothing: flags.label_smoothing,
-        ..DpoConfig::default()
-    };
+    let (mut all, notes) = flags.dpo.resolve_with_notes()?;
     // The processes that torchrun or the example `launch` has started; usually one.
+    let arguments = &mut all.finetune;
     let group = arguments.training.init_process_group()?;
     let mut say = |line: &str| {
         if group.is_main() {
@@ -63,8 +49,8 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     notes.iter().for_each(|note| say(note));
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
-    let tuned = find_executable_batch_size(&mut arguments, &group, &mut say, |arguments, say| {
-        train(arguments, &config, &group, say)
+    let tuned = find_executable_batch_size(&mut all, &group, &mut say, |all, say| {
+        train(all, &group, say)
     })?;
     let end = tuned.summary.end();
     if group.is_main() {
@@ -78,16 +64,15 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
 
 /// Trains the stored model, or resumes.
 pub(crate) fn train(
-    arguments: &mut FinetuneArguments,
-    config: &DpoConfig,
+    all: &mut DpoArguments,
     group: &ProcessGroup,
     say: &mut dyn FnMut(&str),
 ) -> Result<Finetuned> {
-    let base_model = repository(&arguments.model_name_or_path);
-    let mut task =
-        PreferenceTask::prepare(arguments, config.clone(), base_model, group, &mut *say)?;
-    let folder = arguments.open_or_create_folder(group)?;
+    let base_model = repository(&all.finetune.model_name_or_path);
+    let mut task = PreferenceTask::prepare(all, base_model, group, &mut *say)?;
+    let folder = all.open_or_create_folder(group)?;
     say(&format!("run folder  {}", folder.root().display()));
+    let arguments = &mut all.finetune;
     arguments.training.continue_in(&folder);
 
     let mut loader = task.train_loader(arguments)?;
@@ -102,6 +87,7 @@ pub(crate) fn train(
 
     let mut rewards = RewardTotals::default();
     run.evaluate_on_start(|| task.evaluate(arguments, group))?;
+    task.held_out_rewards = None; // they belong to no step
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {
             let reference = run.forward(|| task.reference_log_probs(batch))?;
@@ -111,9 +97,14 @@ pub(crate) fn train(
         }
         run.step()?;
         run.evaluate_if_due(|| task.evaluate(arguments, group))?;
+        let log_due = run.plan().log_due(run.steps());
+        let means = log_due.then(|| rewards.take_mean(group)).transpose()?;
+        run.log(means.iter().flat_map(|means| means.named("")));
+        let held_out = task.held_out_rewards.take();
+        run.log(held_out.iter().flat_map(|means| means.named("eval_")));
         run.save_if_due()?;
-        if run.plan().log_due(run.steps()) {
-            run.print(rewards.take_mean(group)?);
+        if let Some(means) = means {
+            run.print(means);
         }
     }
     let (summary, averages) = run.finish()?;

@@ -80,9 +80,13 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         Some(path) => Seq2SeqPair::read(path)?,
         None => words_to_reverse(flags.seed, 4000),
     };
-    let needed = flags.held_out.max(1) + flags.batch_size;
+    let needed = flags.held_out + flags.batch_size;
     ensure!(
-        flags.held_out > 0 && pairs.len() >= needed,
+        flags.held_out > 0,
+        "`--held-out` is 0; it must be at least 1"
+    );
+    ensure!(
+        pairs.len() >= needed,
         "{} pairs are too few: --held-out and --batch-size need {needed}",
         pairs.len()
     );

@@ -8,7 +8,7 @@
 //!   optimizer, schedule, averages, early stopping, snapshots, metrics. The loop stays in the program: the example `train`
 //!   is one, on a screen;
 //! - [`TrainingArguments`] is the configuration, and a [`Preset`] is a ready-made one;
-//! - [`TrainArgs`] and [`FinetuneArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
+//! - [`TrainArgs`], [`FinetuneArgs`] and [`DpoArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
 //!   over a preset, and its errors name every invalid key, type and choice with the nearest valid one;
 //! - [`TrainingPlan`] is the configuration in numbers of steps;
 //! - [`TextData`] is the text of files in any format, tokenized and split, and [`InstructionData`] holds
@@ -66,10 +66,10 @@ pub use advice::{
     TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
 };
 pub use arguments::{
-    ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend,
-    FinetuneArguments, GradientCheckpointingArguments, IntervalStrategy, Layers, MixtureWeights,
-    ModelArguments, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint,
-    SampleBy, SaveStrategy, SequenceMode, TrainingArguments,
+    ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend, DpoArguments,
+    DpoConfig, DpoLossType, FinetuneArguments, GradientCheckpointingArguments, IntervalStrategy,
+    Layers, MixtureWeights, ModelArguments, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo,
+    ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode, TrainingArguments,
 };
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
@@ -80,13 +80,12 @@ pub use run::{
     StaticInputs, TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
 };
 pub use tasks::{
-    ClassificationTask, DpoConfig, DpoLossType, DpoOutput, FinetuneMethod, FinetuneModel,
-    FinetuneResults, FinetuneTask, Finetuned, InstructionData, LabeledBatch, MethodComparison,
-    PreferenceBatch, PreferenceData, PreferenceExample, PreferenceLogProbs, PreferenceTask,
-    RewardMetrics, RewardTotals, Seq2SeqPair, TemplateFormat, TrainingMemory, TrainingResults,
-    batch_loss, collate_preferences, decoder_shape, describe_model, dpo_loss, evaluate,
-    exact_matches, load_seq2seq, model_flops, new_model, preference_log_probs, snapshot_files,
-    write_results,
+    ClassificationTask, DpoOutput, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask,
+    Finetuned, InstructionData, LabeledBatch, MethodComparison, PreferenceBatch, PreferenceData,
+    PreferenceExample, PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals,
+    Seq2SeqPair, TemplateFormat, TrainingMemory, TrainingResults, batch_loss, collate_preferences,
+    decoder_shape, describe_model, dpo_loss, evaluate, exact_matches, load_seq2seq, model_flops,
+    new_model, preference_log_probs, snapshot_files, write_results,
 };
 #[cfg(feature = "image")]
 pub use tasks::{ImageTextBatch, ImageTextFormat, load_image_texts};
@@ -96,3 +95,6 @@ pub type TrainArgs = ConfigArgs<TrainingArguments>;
 
 /// The flags of a fine-tuning program: `--config` and one for each key of [`FinetuneArguments`].
 pub type FinetuneArgs = ConfigArgs<FinetuneArguments>;
+
+/// The flags of a program for preference training: `--config` and one for each key of [`DpoArguments`].
+pub type DpoArgs = ConfigArgs<DpoArguments>;

@@ -7,8 +7,8 @@ use std::path::Path;
 use overdrive::distributed::ProcessGroup;
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
 use overdrive::trainer::{
-    DpoConfig, FinetuneArguments, Finetuned, IntervalStrategy, PreferenceData, RewardMetrics,
-    dpo_loss, preference_log_probs,
+    DpoArguments, DpoConfig, FinetuneArguments, Finetuned, IntervalStrategy, PreferenceData,
+    RewardMetrics, dpo_loss, preference_log_probs,
 };
 use overdrive::transformer::{CausalLm, LoadOptions};
 use tch::Device;
@@ -41,11 +41,18 @@ fn preferences(folder: &Path) -> FinetuneArguments {
     arguments
 }
 
+fn with_defaults(finetune: &FinetuneArguments) -> DpoArguments {
+    DpoArguments {
+        finetune: finetune.clone(),
+        ..DpoArguments::default()
+    }
+}
+
 fn run(arguments: &FinetuneArguments) -> (Finetuned, String) {
     let mut lines = String::new();
     let mut say = |line: &str| lines += &format!("{line}\n");
-    let (config, group) = (DpoConfig::default(), ProcessGroup::single());
-    let tuned = train(&mut arguments.clone(), &config, &group, &mut say).unwrap();
+    let mut arguments = with_defaults(arguments);
+    let tuned = train(&mut arguments, &ProcessGroup::single(), &mut say).unwrap();
     (tuned, lines)
 }
 
@@ -104,6 +111,19 @@ fn the_margin_of_held_out_answers_grows_and_the_adapter_is_read_again() {
     assert!(written.samples[0].prompt.ends_with('='));
 
     let run_folder = folder.path().join("run");
+    // The metrics of a step have its rewards under TRL's names, and the arguments TRL's keys.
+    let metrics = std::fs::read_to_string(run_folder.join("metrics.jsonl")).unwrap();
+    let last: serde_json::Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
+    let reward = |name: &str| last[format!("rewards/{name}")].as_f64().unwrap();
+    assert!((reward("chosen") - reward("rejected") - reward("margins")).abs() < 1e-9);
+    assert_eq!(reward("accuracies"), 1.0);
+    assert_eq!(last["eval_rewards/accuracies"].as_f64(), Some(1.0));
+    let stored = std::fs::read_to_string(run_folder.join("training_args.json")).unwrap();
+    let stored: serde_json::Value = serde_json::from_str(&stored).unwrap();
+    assert_eq!(
+        (&stored["beta"], &stored["loss_type"]),
+        (&0.1.into(), &"sigmoid".into())
+    );
     let mut policy = load(&arguments.model_name_or_path);
     let options = LoadAdapterOptions::default();
     load_adapter(&mut policy, &run_folder, "default", &options).unwrap();
@@ -142,7 +162,7 @@ fn trained_biases_are_refused() {
     let mut arguments = preferences(folder.path());
     arguments.bias = overdrive::lora::BiasMode::All;
     let group = ProcessGroup::single();
-    let error = train(&mut arguments, &DpoConfig::default(), &group, &mut |_| {}).unwrap_err();
+    let error = train(&mut with_defaults(&arguments), &group, &mut |_| {}).unwrap_err();
     let error = error.to_string();
     assert!(
         error.starts_with("`bias` is all") && error.contains("`none`"),

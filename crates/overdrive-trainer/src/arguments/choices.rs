@@ -304,6 +304,23 @@ pub enum ComputeDtype {
     Float16,
 }
 
+/// The loss of a pair, where δ is the difference between the log-ratios of policy and reference for the chosen and for the
+/// rejected answer. The names are those of TRL.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum DpoLossType {
+    /// -ln σ(βδ): DPO (Rafailov et al. 2023, arXiv:2305.18290).
+    #[default]
+    Sigmoid,
+    /// max(0, 1 - βδ): SLiC (Zhao et al. 2023, arXiv:2305.10425).
+    Hinge,
+    /// (δ - 1 / 2β)², with δ of means over the tokens: IPO (Azar et al. 2023, arXiv:2310.12036).
+    Ipo,
+    /// ((ε - 1) ln σ(βδ) + ε ln σ(-βδ)) / (1 - 2ε): robust DPO (Chowdhury et al. 2024, arXiv:2403.00409).
+    Robust,
+}
+
 /// Reads and writes an attention implementation by its name in transformers.
 pub(crate) mod attention_by_name {
     use super::{AttentionImplementation, Deserialize, Deserializer, Serializer};
@@ -362,6 +379,11 @@ pub(super) fn report_to<'de, D: Deserializer<'de>>(
         Some(OneOrMany::One(name)) => vec![name],
         Some(OneOrMany::Many(names)) => names,
     };
+    let is_alone = |name: &String| name == "none" || name == "all";
+    if names.len() > 1 && names.iter().any(is_alone) {
+        let expected = "destinations, or `all` or `none` alone";
+        return Err(serde::de::Error::custom(expected));
+    }
     let mut destinations = Vec::new();
     for name in names {
         match name.as_str() {

@@ -76,7 +76,7 @@ options! {
             /// Default `true`.
             use_peft: bool = true => Finetune("", spellings: &["use_lora"], harmless: Only("false"));
             /// The rank of the adapters. Default 16.
-            lora_r: i64 = 16 => Finetune("N", spellings: &["r", "lora_rank"], harmless: Only("0"));
+            lora_r: i64 = 16 => Finetune("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only("0"));
             /// The scale of the adapters, which is divided by the rank. Default 32.
             lora_alpha: f64 = 32.0 => Finetune("X", harmless: Any);
             /// The dropout probability of the adapters' inputs. Default 0.05.

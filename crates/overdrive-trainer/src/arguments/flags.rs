@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::format::read_file;
 use super::key::{Key, List, Program, at, plain};
-use super::keys::{COMMAND_LINE, rows_of};
+use super::keys::{COMMAND_LINE, refuse_idle, rows_of};
 use super::layers::{Configuration, Layers};
 use crate::error::listed;
 use crate::{Error, Result};
@@ -19,7 +19,7 @@ struct Shortcut {
     name: &'static str,
     help: &'static str,
     sets: fn() -> Value,
-    conflicts: &'static str,
+    conflicts: &'static [&'static str],
 }
 
 /// The characters that no name of a layer has.
@@ -30,15 +30,15 @@ const REGEX_CHARACTERS: [char; 13] = [
 // Each row is on two lines, so that the table can be read as a table.
 #[rustfmt::skip]
 static OF_FINETUNING: [Shortcut; 2] = [
-    Shortcut { name: "full", conflicts: "qlora", help: "Train all weights, without adapters",
+    Shortcut { name: "full", conflicts: &["qlora", "use_peft"], help: "Train all weights, without adapters",
         sets: || json!({ "use_peft": false, "load_in_4bit": false, "load_in_8bit": false }) },
-    Shortcut { name: "qlora", conflicts: "full", help: "Quantize the weights to NF4 with double quantization, and train adapters",
+    Shortcut { name: "qlora", conflicts: &["full"], help: "Quantize the weights to NF4 with double quantization, and train adapters",
         sets: || json!({ "use_peft": true, "load_in_4bit": true, "load_in_8bit": false, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true }) },
 ];
 
 /// The flags of a program: `--config FILE`, and one for each key of its configuration. They are flattened
-/// into the program's own flags; [`TrainArgs`](crate::TrainArgs) and [`FinetuneArgs`](crate::FinetuneArgs)
-/// are the two instances.
+/// into the program's own flags; [`TrainArgs`](crate::TrainArgs), [`FinetuneArgs`](crate::FinetuneArgs)
+/// and [`DpoArgs`](crate::DpoArgs) are the instances.
 ///
 /// ```
 /// use clap::Parser;
@@ -99,7 +99,9 @@ impl<A: Configuration> ConfigArgs<A> {
         let layers = layers.layer(flags, COMMAND_LINE)?;
         let notes = layers.notes().iter();
         let notes = notes.map(|note| format!("configured  {note}")).collect();
-        Ok((layers.resolve()?, notes))
+        let arguments = layers.resolve()?;
+        refuse_idle(&self.values, &arguments.values()?)?;
+        Ok((arguments, notes))
     }
 }
 
@@ -116,7 +118,7 @@ impl<A: Configuration> Args for ConfigArgs<A> {
         for shortcut in shortcuts::<A>() {
             let switch = Arg::new(shortcut.name).long(shortcut.name);
             let switch = switch.action(ArgAction::SetTrue).help(shortcut.help);
-            command = command.arg(switch.conflicts_with(shortcut.conflicts));
+            command = command.arg(switch.conflicts_with_all(shortcut.conflicts));
         }
         for key in rows_of(A::PROGRAM) {
             for arg in key.args::<A>(&defaults) {
@@ -166,7 +168,7 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
 fn shortcuts<A: Configuration>() -> &'static [Shortcut] {
     match A::PROGRAM {
         Program::Train => &[],
-        Program::Finetune => &OF_FINETUNING,
+        Program::Finetune | Program::Dpo => &OF_FINETUNING,
     }
 }
 
@@ -238,7 +240,9 @@ impl Key {
                 .num_args(1..)
                 .action(ArgAction::Append)
                 .value_delimiter(','),
+            // As in argparse, the last one on the command line counts.
             List::No => arg
+                .overrides_with(self.name)
                 .allow_negative_numbers(true)
                 .value_parser(move |text: &str| self.parse::<A>(text)),
         }]
@@ -286,6 +290,8 @@ impl Key {
         for candidate in candidates.into_iter().flatten() {
             match self.try_value::<A>(candidate.clone()) {
                 Ok(()) => return Ok(candidate),
+                // A section is meant as one, so its mistake is the one to report.
+                Err(wrong) if candidate.is_object() => error = Some(wrong),
                 Err(wrong) => error = error.or(Some(wrong)),
             }
         }

@@ -67,7 +67,11 @@ impl ConfigFormat {
             Self::Json => {
                 jsonc_parser::parse_to_serde_value(text, &JSON).map_err(|error| error.to_string())
             }
-            Self::Yaml => serde_saphyr::from_str(text).map_err(|error| error.to_string()),
+            Self::Yaml => serde_saphyr::from_str(text).map_err(|error: serde_saphyr::Error| {
+                // Its other messages name options of the parser.
+                let error = error.without_snippet();
+                error.render_with_formatter(&serde_saphyr::UserMessageFormatter)
+            }),
             Self::Toml => toml::from_str(text).map_err(|error| error.to_string()),
         }
     }

@@ -9,6 +9,8 @@ pub enum Program {
     Train,
     /// Fine-tuning.
     Finetune,
+    /// Preference training, which reads the keys of fine-tuning too.
+    Dpo,
 }
 
 /// The programs that read a key.
@@ -16,7 +18,9 @@ pub enum Program {
 pub(super) enum Reader {
     Both,
     Train,
+    /// Fine-tuning and preference training.
     Finetune,
+    Dpo,
     /// No program: a key of another project whose effect Overdrive does not support.
     Neither,
 }
@@ -167,7 +171,7 @@ impl Key {
     /// Returns the help of the key in a program, and the effect of a missing value if its documentation describes it.
     pub(super) fn help(&self, program: Program) -> (String, Option<&'static str>) {
         let own = self.help_of_finetune;
-        let own = own.filter(|_| program == Program::Finetune);
+        let own = own.filter(|_| program != Program::Train);
         let text = own.unwrap_or(self.documentation).trim();
         let (text, default) = text.split_once(" Default").unwrap_or((text, ""));
         let text = text.trim_end_matches('.');
@@ -189,7 +193,8 @@ impl Key {
         match self.reader {
             Reader::Both => true,
             Reader::Train => program == Program::Train,
-            Reader::Finetune => program == Program::Finetune,
+            Reader::Finetune => program != Program::Train,
+            Reader::Dpo => program == Program::Dpo,
             Reader::Neither => false,
         }
     }
@@ -229,6 +234,8 @@ pub(super) enum Range {
     AtLeast(u32),
     /// At most this integer.
     AtMost(u32),
+    /// From 1 to this integer.
+    UpTo(u32),
     /// A time in seconds above 0 and at most 10^9, so that adding it to a clock cannot overflow.
     Seconds,
     /// An integer number of steps from 1, or a fraction of the run below 1.
@@ -249,6 +256,10 @@ impl Range {
             Self::Between => unless(number > 0.0 && number < 1.0, "above 0 and below 1"),
             Self::Fraction => unless((0.0..=1.0).contains(&number), "a fraction from 0 to 1"),
             Self::AtMost(most) => unless(number <= f64::from(most), &format!("at most {most}")),
+            Self::UpTo(most) => unless(
+                (1.0..=f64::from(most)).contains(&number),
+                &format!("from 1 to {most}"),
+            ),
             Self::AtLeast(_) if number > f64::from(i32::MAX) => {
                 Some(format!("at most {}", i32::MAX))
             }

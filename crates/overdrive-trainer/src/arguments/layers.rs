@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use clap::ValueEnum;
+use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::choices::Preset;
@@ -11,16 +12,18 @@ use super::finetune::FinetuneArguments;
 use super::format::{ConfigFormat, read_file};
 use super::key::Program;
 use super::keys::{self, Source};
-use super::read::{SECTION, as_value, read_arguments, wrong_type};
+use super::preference::{DpoArguments, DpoConfig};
+use super::read::{SECTION, as_value, keys_of, read_arguments, wrong_type};
 use super::training::TrainingArguments;
 use crate::{Error, Result};
 use overdrive_core::files;
 
-/// A configuration that is read from keys and flags: [`TrainingArguments`] or [`FinetuneArguments`].
+/// A configuration that is read from keys and flags: [`TrainingArguments`], [`FinetuneArguments`] or [`DpoArguments`].
 pub trait Configuration: sealed::Keyed {}
 
 impl Configuration for TrainingArguments {}
 impl Configuration for FinetuneArguments {}
+impl Configuration for DpoArguments {}
 
 pub(crate) mod sealed {
     use super::{Map, Program, Result, Value, fmt};
@@ -215,15 +218,8 @@ impl sealed::Keyed for FinetuneArguments {
         self.to_values()
     }
 
-    /// Reads the keys of this struct, and all others as keys of `training`.
     fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
-        let own = as_value(&Self::default())?;
-        let (own, training): (Map<_, _>, Map<_, _>) = values
-            .into_iter()
-            .partition(|(key, _)| own.get(key).is_some());
-        let training = read_arguments(&Value::Object(training), origin, Self::PROGRAM)?;
-        let own: Self = read_arguments(&Value::Object(own), origin, Self::PROGRAM)?;
-        Ok(Self { training, ..own })
+        Self::read_as(Self::PROGRAM, values, origin)
     }
 
     fn check(&self) -> Result<()> {
@@ -231,7 +227,65 @@ impl sealed::Keyed for FinetuneArguments {
     }
 }
 
+impl sealed::Keyed for DpoArguments {
+    const PROGRAM: Program = Program::Dpo;
+
+    fn base(_: Option<&Value>) -> Self {
+        Self::default()
+    }
+
+    fn defaults() -> Vec<(&'static str, Value)> {
+        vec![("", Self::default().values().unwrap_or_default())]
+    }
+
+    fn values(&self) -> Result<Value> {
+        let mut values = self.finetune.to_values()?;
+        if let Value::Object(values) = &mut values {
+            values.extend(keys_of(&self.dpo)?);
+        }
+        Ok(values)
+    }
+
+    fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
+        let (mut dpo, others) = split(values, &DpoConfig::default())?;
+        // TRL writes a list, because it can add losses up.
+        if let Some(Value::Array(losses)) = dpo.get_mut("loss_type")
+            && losses.len() == 1
+        {
+            let only = losses.pop();
+            dpo.insert("loss_type".to_owned(), only.unwrap_or_default());
+        }
+        Ok(Self {
+            dpo: read_arguments(&Value::Object(dpo), origin, Self::PROGRAM)?,
+            finetune: FinetuneArguments::read_as(Self::PROGRAM, others, origin)?,
+        })
+    }
+
+    fn check(&self) -> Result<()> {
+        self.finetune.validate()?;
+        self.dpo.validate()
+    }
+}
+
+/// Divides keys and values into the keys of `own` and all others.
+fn split(
+    values: Map<String, Value>,
+    own: &impl Serialize,
+) -> Result<(Map<String, Value>, Map<String, Value>)> {
+    let own = as_value(own)?;
+    let all = values.into_iter();
+    Ok(all.partition(|(key, _)| own.get(key).is_some()))
+}
+
 impl FinetuneArguments {
+    /// Reads the keys of this struct, and all others as keys of `training`.
+    fn read_as(program: Program, values: Map<String, Value>, origin: &str) -> Result<Self> {
+        let (own, training) = split(values, &Self::default())?;
+        let training = read_arguments(&Value::Object(training), origin, program)?;
+        let own: Self = read_arguments(&Value::Object(own), origin, program)?;
+        Ok(Self { training, ..own })
+    }
+
     /// Returns all keys at the top level, as in a file.
     ///
     /// # Errors

@@ -1,6 +1,6 @@
 //! The arguments of a run: plain data, the validation of its values, and the files, flags and presets that it is read from.
 //!
-//! An option is added in one place, the `options!` block of `training.rs`, `model.rs` or `finetune.rs`: a field with its
+//! An option is added in one place, the `options!` block of `training.rs`, `model.rs`, `finetune.rs` or `preference.rs`: a field with its
 //! documentation, its default, and its row (the program that reads it, its other names, its range). The key in files, the
 //! flag, its help, the errors and the tables of the guide follow from it; what is left is the code in which it
 //! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its recipe in `run/optimizer.rs`.
@@ -16,6 +16,7 @@ mod keys;
 mod layers;
 mod mixture;
 mod model;
+mod preference;
 mod preset;
 mod read;
 mod saving;
@@ -23,15 +24,16 @@ mod training;
 mod validate;
 
 pub use choices::{
-    ComputeDtype, CudaGraphs, DdpBackend, GradientCheckpointingArguments, IntervalStrategy,
-    MixtureWeights, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint,
-    SampleBy, SaveStrategy, SequenceMode,
+    ComputeDtype, CudaGraphs, DdpBackend, DpoLossType, GradientCheckpointingArguments,
+    IntervalStrategy, MixtureWeights, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo,
+    ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
 };
 pub use finetune::FinetuneArguments;
 pub use flags::ConfigArgs;
 pub use format::ConfigFormat;
 pub use layers::{Configuration, Layers};
 pub use model::ModelArguments;
+pub use preference::{DpoArguments, DpoConfig};
 pub use training::TrainingArguments;
 
 pub(crate) use data::is_token_file;

@@ -15,7 +15,7 @@ use serde_json::{Map, Value};
 use serde_path_to_error::Segment;
 
 use super::choices::GradientCheckpointingArguments;
-use super::key::Program;
+use super::key::{Program, plain};
 use super::keys;
 use crate::error::listed;
 use crate::{Error, Result};
@@ -129,13 +129,13 @@ impl<'de> Deserializer<'de> for Given<'de> {
     fn deserialize_enum<V: Visitor<'de>>(
         self,
         _: &'static str,
-        _: &'static [&'static str],
+        choices: &'static [&'static str],
         visitor: V,
     ) -> std::result::Result<V::Value, Mistake> {
         match self.0 {
             Value::String(name) => visitor.visit_enum(name.as_str().into_deserializer()),
             Value::Object(keys) => visitor.visit_enum(MapAccessDeserializer::new(in_order(keys))),
-            _ => self.deserialize_any(visitor),
+            other => Err(Mistake::Choice(plain(other), choices)),
         }
     }
 

@@ -16,7 +16,7 @@ use super::key::Harmless::Only;
 use super::key::List::{Names, Paths};
 use super::key::Range::{
     AtLeast, AtMost, BelowOne, Between, Fraction, NotNegative, Positive, Seconds, Steps,
-    StepsOrZero,
+    StepsOrZero, UpTo,
 };
 use super::key::options;
 use super::model::ModelArguments;
@@ -269,7 +269,7 @@ options! {
             /// If `true`, training runs on the CPU even if there is a GPU. Default `false`.
             use_cpu: bool = false => Both("", flag: Some("cpu"), spellings: &["no_cuda"]);
             /// The number of threads inside one operator. Default: libtorch's choice, one per core.
-            threads: Option<usize> = None => Both("N", per_rank: true, range: AtLeast(1));
+            threads: Option<usize> = None => Both("N", per_rank: true, range: UpTo(1024));
             /// If `true`, numbers below 2^-126 are zero for libtorch's operators on a CPU, as they always are for Overdrive's
             /// kernels; Intel's processors take a hundred cycles for each. Default `true`.
             flush_denormals: bool = true => Both("");

@@ -12,7 +12,7 @@ use overdrive_sys::{is_out_of_memory, memory};
 use tch::Device;
 
 use super::folder::RunFolder;
-use crate::arguments::{FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{DpoArguments, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
 use crate::error::of_group;
 use crate::{Error, Result};
 
@@ -230,6 +230,12 @@ where
 impl AsMut<TrainingArguments> for TrainingArguments {
     fn as_mut(&mut self) -> &mut TrainingArguments {
         self
+    }
+}
+
+impl AsMut<TrainingArguments> for DpoArguments {
+    fn as_mut(&mut self) -> &mut TrainingArguments {
+        &mut self.finetune.training
     }
 }
 

@@ -51,8 +51,11 @@ impl TrainingArguments {
         AccumulationConfig {
             gradient_accumulation_steps: usize::try_from(self.gradient_accumulation_steps)
                 .unwrap_or(usize::MAX),
-            // Hugging Face writes 0 for no clipping.
-            max_grad_norm: (self.max_grad_norm > 0.0).then_some(self.max_grad_norm),
+            // Hugging Face writes 0 for no clipping, and logs the norm nevertheless.
+            max_grad_norm: Some(match self.max_grad_norm > 0.0 {
+                true => self.max_grad_norm,
+                false => f64::INFINITY,
+            }),
         }
     }
 

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "mlflow")]
 use crate::arguments::ReportTo;
 use crate::arguments::{
-    ARGUMENTS, Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments, as_value,
+    ARGUMENTS, Configuration, DpoArguments, FinetuneArguments, ResumeFromCheckpoint,
+    TrainingArguments, as_value,
 };
 use crate::error::invalid;
 use crate::{Error, Result};
@@ -386,6 +387,11 @@ impl FinetuneArguments {
     /// As [`RunFolder::create`], and [`Error::Common`](crate::Error::Common) for a folder that the run reads, or that has
     /// files of a model or an adapter and is no run.
     pub fn create_folder(&self) -> Result<RunFolder> {
+        self.create_for(self)
+    }
+
+    /// Creates the folder of the run of `all`, which is or contains this configuration.
+    fn create_for<A: Configuration>(&self, all: &A) -> Result<RunFolder> {
         if let Some(root) = &self.training.output_dir {
             let inputs = self.inputs();
             let inputs: Vec<_> = inputs
@@ -405,7 +411,7 @@ impl FinetuneArguments {
         }
         let mut inputs = self.inputs();
         inputs.extend(self.training.inputs());
-        RunFolder::make(&self.training, "finetune", &inputs)?.with_arguments(self)
+        RunFolder::make(&self.training, "finetune", &inputs)?.with_arguments(all)
     }
 
     /// Returns the model and the template that a run reads, with their keys.
@@ -421,10 +427,28 @@ impl FinetuneArguments {
     /// # Errors
     /// As [`RunFolder::open_or_create`].
     pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
+        self.open_or_create_for(group, self)
+    }
+
+    fn open_or_create_for<A: Configuration>(
+        &self,
+        group: &ProcessGroup,
+        all: &A,
+    ) -> Result<RunFolder> {
         on_main(group, || match RunFolder::to_resume(&self.training)? {
-            Some(run) => run.with_arguments(self),
-            None => self.create_folder(),
+            Some(run) => run.with_arguments(all),
+            None => self.create_for(all),
         })
+    }
+}
+
+impl DpoArguments {
+    /// Opens or creates the folder as [`FinetuneArguments::open_or_create_folder`] does, for a run of preference training.
+    ///
+    /// # Errors
+    /// As [`RunFolder::open_or_create`].
+    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
+        self.finetune.open_or_create_for(group, self)
     }
 }
 

@@ -327,6 +327,16 @@ impl TrainingRun {
         evaluate().map_err(Error::of_program)
     }
 
+    /// Adds values to the metrics of this step, as `Accelerator.log` does: metrics.jsonl and the trackers get them. Call it
+    /// between [`step`](Self::step) and [`save_if_due`](Self::save_if_due), which logs the step.
+    pub fn log(&mut self, values: impl IntoIterator<Item = (String, f64)>) {
+        if let Some(stepped) = &mut self.stepped {
+            let values = values.into_iter();
+            let values = values.map(|(name, value)| (name, value.into()));
+            stepped.metrics.extra.extend(values);
+        }
+    }
+
     /// Logs the step, and saves a snapshot if the plan says so, or if the run ends here. The snapshot is written in the
     /// background; one that fails is a warning in the log. Each step is logged once, and a second call does nothing.
     ///

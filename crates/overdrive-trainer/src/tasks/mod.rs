@@ -21,8 +21,8 @@ pub use language_model::{
     snapshot_files, write_results,
 };
 pub use preference::{
-    DpoConfig, DpoLossType, DpoOutput, PreferenceBatch, PreferenceData, PreferenceExample,
-    PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals, collate_preferences, dpo_loss,
+    DpoOutput, PreferenceBatch, PreferenceData, PreferenceExample, PreferenceLogProbs,
+    PreferenceTask, RewardMetrics, RewardTotals, collate_preferences, dpo_loss,
     preference_log_probs,
 };
 pub use seq2seq::{Seq2SeqPair, exact_matches, load_seq2seq};

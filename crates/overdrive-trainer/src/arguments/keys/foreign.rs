@@ -91,9 +91,6 @@ pub(super) static KEYS: &[Key] = &[
     foreign("pad_token", Null, "the tokenizer of the model has it"),
     foreign("truncation_mode", Only("\"keep_start\""), ""),
     foreign("shuffle_dataset", Only("false"), "the loader shuffles in each epoch"),
-    foreign("loss_type", Only("\"nll\""), "in preference training it is a flag of the example `dpo` (`--loss-type`)"),
-    foreign("beta", Only("0.1"), "it is a flag of the example `dpo` (`--beta`)"),
-    foreign("label_smoothing", Only("0"), "it is a flag of the example `dpo` (`--label-smoothing`)"),
     foreign("f_divergence_type", Only("\"reverse_kl\""), ""),
     // PEFT.
     foreign("peft_type", Only("\"LORA\""), "adapters are LoRA's"),

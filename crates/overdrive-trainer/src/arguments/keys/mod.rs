@@ -13,16 +13,18 @@ pub(super) use translate::{COMMAND_LINE, Source, refuse_unread, translate};
 use super::finetune::FINETUNE;
 use super::key::{Key, Program, Range, at, plain};
 use super::model::MODEL;
+use super::preference::PREFERENCE;
 use super::training::TRAINING;
 use crate::Result;
 
 /// The headings of the help, in its order.
-const HEADINGS: [&str; 10] = [
+const HEADINGS: [&str; 11] = [
     "Configuration",
     "Data",
     "Records",
     "Model",
     "Training",
+    "Preferences",
     "Evaluation and snapshots",
     "Reports",
     "Adapters",
@@ -40,7 +42,9 @@ impl Program {
 /// Returns every row: in the order of the help, and then the keys of other projects.
 fn rows() -> impl Iterator<Item = &'static Key> {
     let own = HEADINGS.into_iter().flat_map(|heading| {
-        let all = [TRAINING, MODEL, FINETUNE].into_iter().flatten();
+        let all = [TRAINING, MODEL, FINETUNE, PREFERENCE]
+            .into_iter()
+            .flatten();
         all.filter(move |key| key.heading == heading)
     });
     let foreign = [
@@ -93,6 +97,25 @@ pub(super) fn reset_excluded(
                 below.insert(excluded.to_owned(), defaults[excluded].clone());
             }
         }
+    }
+}
+
+/// Refuses a flag of adapters where none are trained. In a file the keys stay, because TRL writes all of them.
+///
+/// # Errors
+/// [`overdrive_core::Error::InvalidOption`].
+pub(super) fn refuse_idle(flags: &Map<String, Value>, values: &Value) -> Result<()> {
+    let is_idle = |key: &&Key| key.heading == "Adapters" && key.name != "use_peft";
+    let given = rows()
+        .filter(is_idle)
+        .find_map(|key| flags.get_key_value(key.name));
+    match given {
+        Some((name, value)) if values["use_peft"] == Value::Bool(false) => {
+            let expected = "left out without `use_peft`, as with `--full`, because there are no adapters; drop it, \
+                            or train adapters";
+            Err(overdrive_core::Error::option(name.clone(), plain(value), expected).into())
+        }
+        _ => Ok(()),
     }
 }
 

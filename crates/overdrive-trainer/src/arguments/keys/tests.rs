@@ -11,7 +11,10 @@ use super::translations::{SECTIONS, TRANSLATIONS};
 use super::{rows, rows_of};
 use crate::arguments::key::{Harmless, Key, Program, Range, Reader, at, plain};
 use crate::arguments::layers::sealed::Keyed;
-use crate::{ConfigArgs, Configuration, Error, FinetuneArguments, Layers, TrainingArguments};
+use crate::{
+    ConfigArgs, Configuration, DpoArguments, DpoConfig, Error, FinetuneArguments, Layers,
+    TrainingArguments,
+};
 
 fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -40,6 +43,8 @@ fn every_field_has_a_row_and_every_row_a_field() {
     assert_eq!(fields(&training), names_of(&[Reader::Both, Reader::Train]));
     let tuning = serde_json::to_value(FinetuneArguments::default()).unwrap();
     assert_eq!(fields(&tuning), names_of(&[Reader::Finetune]));
+    let preference = serde_json::to_value(DpoConfig::default()).unwrap();
+    assert_eq!(fields(&preference), names_of(&[Reader::Dpo]));
 }
 
 #[test]
@@ -114,7 +119,7 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
 
 /// Returns `true` if the code has `.field` of a configuration.
 fn reads(code: &str, field: &str) -> bool {
-    let owners = ["arguments", "self", "training", "model", "how"];
+    let owners = ["arguments", "self", "training", "model", "how", "config"];
     code.match_indices(&format!(".{field}")).any(|(at, found)| {
         let is_name = |c: char| c.is_alphanumeric() || c == '_';
         let after = code[at + found.len()..].chars().next();
@@ -153,6 +158,7 @@ fn command<A: Configuration>() -> Command {
 fn the_flags_of_both_programs_are_valid_and_have_a_help() {
     command::<TrainingArguments>().debug_assert();
     command::<FinetuneArguments>().debug_assert();
+    command::<DpoArguments>().debug_assert();
     let help = command::<TrainingArguments>()
         .render_long_help()
         .to_string();
@@ -227,7 +233,7 @@ fn flags_reach_their_keys<A: Configuration>() {
 #[test]
 fn every_flag_reaches_its_key() {
     flags_reach_their_keys::<TrainingArguments>();
-    flags_reach_their_keys::<FinetuneArguments>();
+    flags_reach_their_keys::<DpoArguments>();
 }
 
 #[test]
@@ -324,6 +330,7 @@ mod guide {
         let tune = text(FinetuneArguments::defaults());
         match key.reader {
             Reader::Finetune => tune,
+            Reader::Dpo => text(DpoArguments::defaults()),
             Reader::Both if tune != train && !tune.is_empty() => {
                 format!("{train}; {tune} in fine-tuning")
                     .trim_start_matches("; ")
@@ -340,6 +347,7 @@ mod guide {
             let reader = match key.reader {
                 Reader::Both => "both",
                 Reader::Train => "`train`",
+                Reader::Dpo => "`dpo`",
                 _ => "`finetune`",
             };
             let flag = key

@@ -92,9 +92,16 @@ fn open_sections(
                 notes.push(format!("`{name}` is not enabled, so it is ignored"));
                 continue;
             }
-            if section.only.is_some_and(|only| only != source.program) {
+            if section.of_finetuning && source.program == Program::Train {
                 let given = Value::Object(inner);
-                return Err(other_program(name, &given, "", values, source));
+                return Err(other_program(
+                    name,
+                    &given,
+                    Reader::Finetune,
+                    "",
+                    values,
+                    source,
+                ));
             }
             notes.push(format!("the keys of `{name}` are read as top-level keys"));
             for (key, value) in inner {
@@ -206,7 +213,7 @@ pub(in crate::arguments) fn refuse_unread(
 
 fn refusal(key: &Key, value: &Value, others: &Map<String, Value>, source: Source<'_>) -> Error {
     if key.reader != Reader::Neither {
-        return other_program(key.name, value, key.instead, others, source);
+        return other_program(key.name, value, key.reader, key.instead, others, source);
     }
     Error::Unsupported {
         origin: source.origin.to_owned(),
@@ -220,18 +227,25 @@ fn refusal(key: &Key, value: &Value, others: &Map<String, Value>, source: Source
     }
 }
 
-/// Returns the error of a key that the other program reads, with the command that runs it.
+/// Returns the error of a key that only the programs `reader` read, with the command that runs one of them.
 fn other_program(
     key: &str,
     value: &Value,
+    reader: Reader,
     instead: &str,
     others: &Map<String, Value>,
     source: Source<'_>,
 ) -> Error {
     let file = source.file.map_or_else(|| "FILE".to_owned(), shell_word);
-    let (by, program, aim) = match source.program {
-        Program::Train => ("in training from scratch", "finetune", "to fine-tune"),
-        Program::Finetune => ("in fine-tuning", "train", "to train from scratch"),
+    let by = match source.program {
+        Program::Train => "in training from scratch",
+        Program::Finetune => "in fine-tuning",
+        Program::Dpo => "in preference training",
+    };
+    let (program, aim) = match reader {
+        Reader::Dpo => ("dpo", "to train on preferences"),
+        Reader::Finetune => ("finetune", "to fine-tune"),
+        _ => ("train", "to train from scratch"),
     };
     let mut command =
         format!("cargo run --release -p overdrive-examples --example {program} -- --config {file}");

@@ -2,27 +2,25 @@
 //! whose values correspond to other keys. An alternative name is a spelling in the row of its key, in `training.rs`,
 //! `model.rs` or `finetune.rs`.
 
-use crate::arguments::key::Program;
-
 /// Sections whose keys are read as top-level keys.
 pub(super) struct Section {
     pub(super) names: &'static [&'static str],
     /// Keys that have another name inside the section.
     pub(super) inside: &'static [(&'static str, &'static str)],
-    /// The only program that accepts the section; the other program refuses it.
-    pub(super) only: Option<Program>,
+    /// If `true`, training from scratch refuses the section.
+    pub(super) of_finetuning: bool,
 }
 
 #[rustfmt::skip]
 pub(super) static SECTIONS: &[Section] = &[
-    Section { only: None, inside: &[], names: &[
+    Section { of_finetuning: false, inside: &[], names: &[
         "training", "training_args", "dataloader", "optimization", "performance", "memory", "logging",
         "quantization_config", "bnb_config", "quantization",
     ] },
-    Section { only: Some(Program::Finetune), names: &["peft_config", "lora_config", "lora"], inside: &[
+    Section { of_finetuning: true, names: &["peft_config", "lora_config", "lora"], inside: &[
         ("r", "lora_r"), ("rank", "lora_r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"),
     ] },
-    Section { only: None, names: &["early_stopping", "use_early_stopping"], inside: &[
+    Section { of_finetuning: false, names: &["early_stopping", "use_early_stopping"], inside: &[
         ("patience", "early_stopping_patience"),
         ("min_delta", "early_stopping_threshold"), ("delta", "early_stopping_threshold"), ("threshold", "early_stopping_threshold"),
         ("metric", "metric_for_best_model"), ("monitor", "metric_for_best_model"),

@@ -1,80 +1,8 @@
-use clap::ValueEnum;
-use overdrive_core::{check_option, check_positive};
-use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use super::{PreferenceLogProbs, RewardTotals};
 use crate::Result;
-
-/// The options of [`dpo_loss`], under the keys of TRL's `DPOConfig` and with its defaults.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DpoConfig {
-    /// β, which bounds the deviation from the reference model: the larger, the closer the policy stays; τ in IPO. Positive.
-    /// Default 0.1.
-    pub beta: f64,
-    /// The loss of a pair. Default [`DpoLossType::Sigmoid`].
-    pub loss_type: DpoLossType,
-    /// ε, the probability that the answers of a pair are swapped, from 0 to below 0.5; only [`DpoLossType::Robust`] has it.
-    /// Default 0.
-    pub label_smoothing: f64,
-    /// If `true`, the dropouts of the model and of its adapters are off. Default `true`.
-    pub disable_dropout: bool,
-}
-
-impl Default for DpoConfig {
-    fn default() -> Self {
-        Self {
-            beta: 0.1,
-            loss_type: DpoLossType::Sigmoid,
-            label_smoothing: 0.0,
-            disable_dropout: true,
-        }
-    }
-}
-
-/// The loss of a pair, where δ is the difference between the log-ratios of policy and reference for the chosen and for the
-/// rejected answer. The names are those of TRL.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum DpoLossType {
-    /// -ln σ(βδ): DPO (Rafailov et al. 2023, arXiv:2305.18290).
-    #[default]
-    Sigmoid,
-    /// max(0, 1 - βδ): SLiC (Zhao et al. 2023, arXiv:2305.10425).
-    Hinge,
-    /// (δ - 1 / 2β)², with δ of means over the tokens: IPO (Azar et al. 2023, arXiv:2310.12036).
-    Ipo,
-    /// ((ε - 1) ln σ(βδ) + ε ln σ(-βδ)) / (1 - 2ε): robust DPO (Chowdhury et al. 2024, arXiv:2403.00409).
-    Robust,
-}
-
-impl DpoConfig {
-    /// Checks the ranges of the options.
-    ///
-    /// # Errors
-    /// [`Error::Common`](crate::Error::Common) with the option, its value and what is allowed.
-    pub fn validate(&self) -> Result<()> {
-        check_positive("beta", self.beta)?;
-        let smoothing = self.label_smoothing;
-        match self.loss_type {
-            DpoLossType::Robust => check_option(
-                (0.0..0.5).contains(&smoothing),
-                "label_smoothing",
-                smoothing,
-                "at least 0 and below 0.5",
-            )?,
-            _ => check_option(
-                smoothing == 0.0,
-                "label_smoothing",
-                smoothing,
-                "0 with this `loss_type`; `robust` is the sigmoid loss with label smoothing",
-            )?,
-        }
-        Ok(())
-    }
-}
+use crate::arguments::{DpoConfig, DpoLossType};
 
 /// The loss of the pairs of a batch, and their rewards.
 #[derive(Debug)]

@@ -10,6 +10,6 @@ mod task;
 pub use batch::{PreferenceBatch, PreferenceExample, collate_preferences};
 pub use data::PreferenceData;
 pub use log_probs::{PreferenceLogProbs, preference_log_probs};
-pub use loss::{DpoConfig, DpoLossType, DpoOutput, dpo_loss};
+pub use loss::{DpoOutput, dpo_loss};
 pub use rewards::{RewardMetrics, RewardTotals};
 pub use task::PreferenceTask;

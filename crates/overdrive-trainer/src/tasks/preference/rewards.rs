@@ -75,6 +75,19 @@ impl RewardTotals {
     }
 }
 
+impl RewardMetrics {
+    /// Returns the means under their names after `prefix`: none in training, `eval_` in an evaluation.
+    pub fn named(&self, prefix: &str) -> [(String, f64); 4] {
+        [
+            ("chosen", self.chosen),
+            ("rejected", self.rejected),
+            ("accuracies", self.accuracies),
+            ("margins", self.margins),
+        ]
+        .map(|(name, mean)| (format!("{prefix}rewards/{name}"), mean))
+    }
+}
+
 impl fmt::Display for RewardMetrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

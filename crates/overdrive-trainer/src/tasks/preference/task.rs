@@ -7,10 +7,10 @@ use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 use super::{
-    DpoConfig, DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, dpo_loss,
-    preference_log_probs,
+    DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, RewardMetrics, RewardTotals,
+    dpo_loss, preference_log_probs,
 };
-use crate::arguments::FinetuneArguments;
+use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments};
 use crate::error::invalid;
 use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
@@ -29,6 +29,8 @@ pub struct PreferenceTask {
     pub fingerprints: Fingerprints,
     /// The precision of the training.
     pub precision: Precision,
+    /// The rewards of the held-out pairs in the last evaluation.
+    pub held_out_rewards: Option<RewardMetrics>,
     reference: Reference,
     measured: Measured,
 }
@@ -52,13 +54,14 @@ impl PreferenceTask {
     /// [`Error::Common`](crate::Error::Common) for a `bias` that is trained and for an
     /// `init_lora_weights` that changes the weights, because they would change the reference.
     pub fn prepare(
-        arguments: &mut FinetuneArguments,
-        config: DpoConfig,
+        arguments: &mut DpoArguments,
         base_model: Option<String>,
         group: &ProcessGroup,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
+        let config = arguments.dpo.clone();
         config.validate()?;
+        let arguments = &mut arguments.finetune;
         if arguments.use_peft && arguments.bias != BiasMode::None {
             let expected = "`none` for preferences, because the reference is the model without its adapter, and \
                             trained biases stay in it";
@@ -101,6 +104,7 @@ impl PreferenceTask {
             config,
             fingerprints,
             precision,
+            held_out_rewards: None,
             reference,
             measured,
         })
@@ -147,7 +151,7 @@ impl PreferenceTask {
         dpo_loss(&policy, reference, &self.config)
     }
 
-    /// Evaluates the mean loss on the held-out pairs, without dropout; it is NaN if none are held out. A signal that stops the
+    /// Evaluates the mean loss and the rewards of the held-out pairs, without dropout; the loss is NaN if none are held out. A signal that stops the
     /// run ends it early; the result is then one to discard.
     ///
     /// # Errors
@@ -168,7 +172,7 @@ impl PreferenceTask {
         self.model.model.set_training(false)?;
         // Summed on the device, so that the host does not wait for it after each batch.
         let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
-        let mut pairs = 0;
+        let (mut pairs, mut rewards) = (0, RewardTotals::default());
         for batch in batches {
             if Interrupt::is_requested() {
                 break;
@@ -178,12 +182,14 @@ impl PreferenceTask {
             let reference = self.reference_log_probs(&batch)?;
             let output = self.loss(&batch, &reference)?;
             sum = sum.f_add(&output.loss.f_mul_scalar(batch.pairs as f64)?)?;
+            rewards.add(&output.rewards)?;
             pairs += batch.pairs;
         }
         self.model
             .model
             .set_training(!self.config.disable_dropout)?;
         let loss = group.weighted_mean(f64::try_from(sum)?, pairs as f64)?;
+        self.held_out_rewards = Some(rewards.take_mean(group)?);
         Ok(Evaluation::new(loss, None))
     }
 

@@ -1,5 +1,6 @@
 //! The command line.
 
+use clap::Parser;
 use overdrive_optim::LrSchedulerType;
 use overdrive_trainer::{IntervalStrategy, Preset, TrainingArguments};
 
@@ -115,6 +116,47 @@ fn a_no_flag_takes_back_what_the_file_says_and_the_last_of_two_wins() {
     assert_eq!(arguments.tf32, Some(false));
     assert!(resolve(&["--no-bf16", "--bf16"]).expect("valid").bf16);
     assert!(!resolve(&["--bf16", "--no-bf16"]).expect("valid").bf16);
+}
+
+#[test]
+fn without_clipping_the_norm_is_measured_nevertheless() {
+    let norm = |given: &str| {
+        let arguments = resolve(&["--max-grad-norm", given]).expect("valid");
+        arguments.accumulation().max_grad_norm
+    };
+    assert_eq!((norm("0"), norm("0.5")), (Some(f64::INFINITY), Some(0.5)));
+}
+
+#[test]
+fn the_last_of_several_values_of_a_flag_counts_as_in_argparse() {
+    let arguments = resolve(&[
+        "--seed",
+        "1",
+        "--lr",
+        "0.5",
+        "--seed",
+        "2",
+        "--learning-rate",
+        "0.25",
+    ]);
+    let arguments = arguments.expect("valid");
+    assert_eq!((arguments.seed, arguments.learning_rate), (2, 0.25));
+    // Those of a list are added up.
+    let arguments = resolve(&["--data", "a", "--data", "b"]).expect("valid");
+    assert_eq!(arguments.data.len(), 2);
+}
+
+#[test]
+fn the_error_of_a_section_on_the_command_line_names_its_unknown_key() {
+    let flags = ["train", "--lr-scheduler-kwargs", r#"{"num_cycle": 2}"#];
+    let error = Flags::try_parse_from(flags)
+        .err()
+        .expect("a mistake")
+        .to_string();
+    assert!(
+        error.contains("unknown key `lr_scheduler_kwargs.num_cycle`; did you mean"),
+        "{error}"
+    );
 }
 
 #[test]

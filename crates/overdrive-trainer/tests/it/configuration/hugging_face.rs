@@ -6,7 +6,10 @@ use clap::Parser;
 use overdrive_distributed::ProcessGroup;
 use overdrive_lora::LoraConfig;
 use overdrive_optim::Optimizer;
-use overdrive_trainer::{FinetuneArgs, IntervalStrategy, Layers, OptimizerName, SaveStrategy};
+use overdrive_trainer::{
+    DpoArgs, DpoArguments, DpoLossType, FinetuneArgs, IntervalStrategy, Layers, OptimizerName,
+    SaveStrategy,
+};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, CheckpointOptions, InitOptions, LabelShift, LlamaConfig,
     SavePolicy, Schedule,
@@ -260,4 +263,84 @@ fn the_keys_of_peft_that_choose_layers_and_initial_values_reach_the_adapters() {
         let error = layer.expect_err("a wrong value").to_string();
         assert!(error.contains(key) && error.contains(expected), "{error}");
     }
+}
+
+#[derive(Parser)]
+struct Preferences {
+    #[command(flatten)]
+    dpo: DpoArgs,
+}
+
+/// Resolves the flags of preference training.
+fn preferences(flags: &[&str]) -> overdrive_trainer::Result<DpoArguments> {
+    let flags = ["dpo", "--model", "m", "--data", "d"].iter().chain(flags);
+    Preferences::parse_from(flags).dpo.resolve()
+}
+
+#[test]
+fn preference_training_reads_the_keys_of_trls_dpo_config() {
+    let text =
+        "beta: 0.5\nloss_type: [ipo]\ndisable_dropout: false\nlora_r: 4\nlearning_rate: 1e-6\n";
+    let (_folder, path) = file("run.yaml", text);
+    let arguments = preferences(&["--config", &path, "--beta", "0.3"]).expect("loads");
+    assert_eq!(arguments.dpo.beta, 0.3);
+    assert_eq!(arguments.dpo.loss_type, DpoLossType::Ipo);
+    assert!(!arguments.dpo.disable_dropout);
+    assert_eq!(arguments.finetune.lora_r, 4);
+    assert_eq!(arguments.finetune.training.learning_rate, 1e-6);
+
+    for (text, expected) in [
+        ("betta: 1", "unknown key `betta`; did you mean `beta`?"),
+        ("beta: 0", "`beta` is 0; it must be positive"),
+        (
+            "loss_type: sft",
+            "`loss_type` is `sft`, which is not one of `sigmoid`, `hinge`, `ipo`, `robust`",
+        ),
+        (
+            "label_smoothing: 0.1",
+            "`label_smoothing` is 0.1; it must be 0 with this `loss_type`",
+        ),
+        (
+            "vocab_size: 10",
+            "is not supported in preference training; leave it out: the tokenizer",
+        ),
+    ] {
+        let (_folder, path) = file("run.yaml", text);
+        let error = preferences(&["--config", &path])
+            .expect_err(text)
+            .to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    // Fine-tuning accepts the defaults of TRL's files, and refuses a request that it does not read.
+    let layers = Layers::finetune().layer(json!({ "beta": 0.1, "loss_type": "nll" }), "a file");
+    assert!(layers.is_ok());
+    let layers = Layers::finetune().layer(json!({ "loss_type": "ipo" }), "a file");
+    let error = layers.expect_err("of preferences").to_string();
+    assert!(
+        error.contains("to train on preferences, run: ") && error.contains("--example dpo "),
+        "{error}"
+    );
+}
+
+#[test]
+fn flags_of_adapters_are_refused_where_none_are_trained() {
+    for flags in [
+        ["--full", "--lora-r", "8"],
+        ["--no-use-peft", "--target-modules", "q_proj"],
+    ] {
+        let error = preferences(&flags).expect_err("contradict").to_string();
+        assert!(
+            error.contains("it must be left out without `use_peft`"),
+            "{error}"
+        );
+    }
+    let contradiction = Preferences::try_parse_from(["dpo", "--full", "--use-peft"]);
+    assert!(contradiction.is_err());
+    // TRL writes all keys into its files.
+    let (_folder, path) = file("run.yaml", "use_peft: false\nlora_r: 8\n");
+    assert!(preferences(&["--config", &path]).is_ok());
+    let error = preferences(&["--lora-r", "0"])
+        .expect_err("too small")
+        .to_string();
+    assert_eq!(error, "`lora_r` is 0; it must be at least 1");
 }

@@ -106,6 +106,16 @@ fn the_error_of_a_wrong_choice_lists_the_choices() {
         "run.yaml: `report_to` is `wand`, which is not one of `tensorboard`, `mlflow`, `wandb`, `all`, `none`; did you mean `wandb`?"
     );
     assert_eq!(
+        error("eval_strategy: true"),
+        "run.yaml: `eval_strategy` is `true`, which is not one of `no`, `steps`, `epoch`"
+    );
+    for mixed in ["[none, tensorboard]", "[all, tensorboard]"] {
+        assert_eq!(
+            error(&format!("report_to: {mixed}")),
+            "run.yaml: `report_to` is a list, expected destinations, or `all` or `none` alone"
+        );
+    }
+    assert_eq!(
         error("preset: large"),
         "run.yaml: `preset` is `large`, which is not one of `tiny`, `small`"
     );
@@ -141,6 +151,10 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
         (
             "dataloader_num_workers: 4611686018427387904",
             "`dataloader_num_workers` is 4611686018427387904; it must be at most 1024",
+        ),
+        (
+            "threads: 9999",
+            "`threads` is 9999; it must be from 1 to 1024",
         ),
         (
             "model: {num_hidden_layers: 4611686018427387904}",
@@ -183,7 +197,7 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
             "`ema_decay` is 1; it must be at least 0 and below 1",
         ),
         ("zero_stage: 2", "`zero_stage` is 2; it must be at most 1"),
-        ("threads: 0", "`threads` is 0; it must be at least 1"),
+        ("threads: 0", "`threads` is 0; it must be from 1 to 1024"),
         (
             "model: {num_attention_heads: 3}",
             "`model.hidden_size` is 256; it must be a multiple of `num_attention_heads` (3), unless `head_dim` is set",
@@ -306,4 +320,11 @@ fn errors_of_unreadable_files_name_the_cause() {
             "{text}"
         );
     }
+}
+
+#[test]
+fn the_error_of_a_file_that_is_no_yaml_names_the_line_and_no_option_of_the_parser() {
+    let text = error("learning_rate: 1e-4\nlearning_rate: 2e-4");
+    let expected = "run.yaml is not valid YAML: duplicate mapping key: learning_rate not allowed here at line 2, column 1";
+    assert_eq!(text, expected);
 }
