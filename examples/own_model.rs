@@ -133,9 +133,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         // The averaged weights are more accurate than those of the last step.
         let _averaged = averages.as_mut().map(Ema::apply).transpose()?;
         let right = 100.0 * accuracy(&network, arguments.seed + 1, device)?;
-        print_line(format_args!(
-            "{right:.1}% of new images are classified correctly"
-        ));
+        print_line(format_args!("{right:.1}% of new images are right"));
     }
     // Rank 0 evaluates alone; a rank that exits earlier would count as lost.
     group.barrier()?;

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use clap::Parser;
+use clap::{Parser, builder::RangedU64ValueParser};
 use overdrive::core::OutputFolder;
 use overdrive::datasets::prelude::*;
 use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, load_tokenizer, save_tokenizer};
@@ -48,7 +48,7 @@ pub(crate) struct Flags {
     #[arg(long, allow_negative_numbers = true, default_value_t = 2e-3)]
     pub(crate) learning_rate: f64,
     /// Number of held-out pairs
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 200, value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) held_out: usize,
     /// Seed of the weights, the words and their order
     #[arg(long, default_value_t = 42)]
@@ -81,10 +81,6 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         None => words_to_reverse(flags.seed, 4000),
     };
     let needed = flags.held_out + flags.batch_size;
-    ensure!(
-        flags.held_out > 0,
-        "`--held-out` is 0; it must be at least 1"
-    );
     ensure!(
         pairs.len() >= needed,
         "{} pairs are too few: --held-out and --batch-size need {needed}",

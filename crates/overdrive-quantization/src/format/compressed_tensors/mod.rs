@@ -3,7 +3,8 @@
 //!
 //! `int-quantized`: `weight` (i8), `weight_scale` `(O, 1)`. `pack-quantized`: `weight_packed` (codes
 //! counted from 0, the first in the low bits of an i32), `weight_scale` `(O, G)`, `weight_zero_point`
-//! (packed along the outputs), `weight_shape`. `float-quantized`: `weight` (e4m3), `weight_scale`, of blocks `(⌈O/128⌉, ⌈I/128⌉)`.
+//! (packed along the outputs), `weight_shape`. `float-quantized`: `weight` (e4m3), `weight_scale`, of blocks
+//! `(⌈O/128⌉, ⌈I/128⌉)`.
 //! `mxfp4-pack-quantized` and `nvfp4-pack-quantized`: `weight_packed` (u8 `(O, I/2)`, the first of two floats in the low half),
 //! `weight_scale` (u8 exponents, or e4m3), and for NVFP4 `weight_global_scale`, by which scales are divided.
 

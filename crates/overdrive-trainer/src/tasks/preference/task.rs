@@ -151,8 +151,8 @@ impl PreferenceTask {
         dpo_loss(&policy, reference, &self.config)
     }
 
-    /// Evaluates the mean loss and the rewards of the held-out pairs, without dropout; the loss is NaN if none are held out. A signal that stops the
-    /// run ends it early; the result is then one to discard.
+    /// Evaluates the mean loss and the rewards of the held-out pairs, without dropout; the loss is NaN if none are held out. A
+    /// signal that stops the run ends it early; the result is then one to discard.
     ///
     /// # Errors
     /// An error if a batch cannot be read, or a process is lost.
