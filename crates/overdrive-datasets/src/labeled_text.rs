@@ -65,6 +65,14 @@ impl LabeledTexts {
                     "one of at least two classes, because a classifier with a single class learns nothing; name the \
                      column of the labels, or add rows of another class",
                 )?;
+                if let Some(number) = measured(&names) {
+                    let found = format!("{number} and other numbers in {}", path.display());
+                    let expected = "a class: these are values of a regression, which is not supported; name the column of \
+                                    the labels, or round the numbers to classes";
+                    return Err(
+                        overdrive_core::Error::option(label.to_owned(), found, expected).into(),
+                    );
+                }
                 names
             }
         };
@@ -143,6 +151,15 @@ fn names<'a>(all: impl Iterator<Item = &'a str>) -> Vec<String> {
         names.sort_by_key(number);
     }
     names.into_iter().map(str::to_owned).collect()
+}
+
+/// Returns one of the names with a fraction if all are numbers: transformers trains a regression on such labels.
+fn measured(names: &[String]) -> Option<&str> {
+    let numbers: Option<Vec<f64>> = names.iter().map(|name| name.parse().ok()).collect();
+    let at = numbers?
+        .iter()
+        .position(|number| number.is_finite() && number.fract() != 0.0)?;
+    Some(&names[at])
 }
 
 /// Returns the label of row `index` in the column `column`, without the white space around it.
@@ -285,6 +302,20 @@ mod tests {
             );
         }
         assert!(message("rows.csv", "text,label\n", None).contains("at least one row"));
+    }
+
+    #[test]
+    fn numbers_with_fractions_are_no_classes() {
+        let error = open("rows.csv", "text,label\nx,0.0\ny,0.33\nz,1\n", None).unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.starts_with("`label` is 0.33 and other numbers in "),
+            "{error}"
+        );
+        assert!(error.contains("regression"), "{error}");
+        for classes in ["text,label\nx,0.0\ny,1.0\n", "text,label\nx,0.5\ny,half\n"] {
+            open("rows.csv", classes, None).unwrap();
+        }
     }
 
     #[test]
