@@ -35,19 +35,13 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     }
     refuse_other_modules(host, &config, &matcher)?;
     // As in PEFT, one of them must select something.
-    if let Some(targets) = config
-        .target_parameters
-        .as_ref()
-        .filter(|targets| !targets.is_empty())
-        && !layers
-            .iter()
-            .any(|name| config.target_parameter(name).is_some())
-    {
+    let is_selected = |name: &String| config.target_parameter(name).is_some();
+    if config.has_target_parameters() && !layers.iter().any(is_selected) {
+        let found = format!("{:?}", config.target_parameters.unwrap_or_default());
         let expected = format!(
             "a list with a parameter of the model, such as mlp.experts.down_proj; its layers are {}",
             kinds_of(&names).join(", ")
         );
-        let found = format!("{targets:?}");
         return Err(overdrive_core::Error::option("target_parameters", found, expected).into());
     }
     // An empty list is how a configuration trains full copies only.

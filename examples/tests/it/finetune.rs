@@ -465,7 +465,7 @@ fn errors_of_a_configuration_name_the_key() {
             json!({"prompt_template": "Q:"}),
             "a text that contains {prompt}",
         ),
-        (json!({"lora_r": 0}), "`r` is 0; it must be positive"),
+        (json!({"lora_r": 0}), "`lora_r` is 0; it must be at least 1"),
     ] {
         let error = with(more.clone());
         assert!(error.contains(problem), "{more}: {error}");

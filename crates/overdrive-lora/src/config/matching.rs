@@ -70,6 +70,11 @@ impl LayerParameter {
 }
 
 impl LoraConfig {
+    pub(crate) fn has_target_parameters(&self) -> bool {
+        let targets = self.target_parameters.as_ref();
+        targets.is_some_and(|names| !names.is_empty())
+    }
+
     /// Returns the parameter of the linear layer `layer` if `target_parameters` selects it.
     pub(crate) fn target_parameter(&self, layer: &str) -> Option<LayerParameter> {
         let targets = self.target_parameters.as_ref()?;
@@ -175,9 +180,7 @@ impl<'c> Matcher<'c> {
             return Ok(true);
         }
         // To PEFT, experts are no linear layers: the rules for modules do not apply to them.
-        let targets = &self.config.target_parameters;
-        let by_parameter = targets.as_ref().is_some_and(|names| !names.is_empty());
-        if by_parameter && LayerParameter::of(name).is_of_mixture() {
+        if self.config.has_target_parameters() && LayerParameter::of(name).is_of_mixture() {
             return Ok(false);
         }
         // As in PEFT, exclusions take precedence over every rule that selects.

@@ -206,15 +206,14 @@ impl LoraConfig {
             "true",
             format!("false with `init_lora_weights` {}", self.init_lora_weights),
         )?;
-        if self
-            .target_parameters
-            .as_ref()
-            .is_some_and(|names| !names.is_empty())
-        {
+        if self.has_target_parameters() {
             let with = "with `target_parameters`, as in PEFT";
             check_option(dropout == 0.0, "lora_dropout", dropout, format!("0 {with}"))?;
             check_option(!self.use_dora, "use_dora", true, format!("false {with}"))?;
             check_option(!self.lora_bias, "lora_bias", true, format!("false {with}"))?;
+            let bias = format!("{:?}", self.bias).to_lowercase();
+            let expected = "none with `target_parameters`";
+            check_option(self.bias == BiasMode::None, "bias", bias, expected)?;
             let plain = plain || self.init_lora_weights == InitLoraWeights::Gaussian;
             let expected = format!("true, false or gaussian {with}");
             check_option(plain, "init_lora_weights", self.init_lora_weights, expected)?;

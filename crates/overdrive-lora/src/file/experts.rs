@@ -1,7 +1,8 @@
-//! The adapters over parameters (`target_parameters`). That of all experts of a layer is one adapter in PEFT's files: the rows of A are those of one expert after the other, `(E · r, I)`, and the columns of B are
-//! those of all experts for one rank after the other, `(O, r · E)`.
+//! The adapters over parameters (`target_parameters`). That of all experts of a layer is one adapter in PEFT's files: the
+//! rows of A are those of one expert after the other, `(E · r, I)`, and the columns of B are those of all experts for one
+//! rank after the other, `(O, r · E)`.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use overdrive_nn::AdapterHost;
 use tch::Tensor;
@@ -102,7 +103,7 @@ impl Places {
     /// Joins the tensors of single experts to those of the file.
     pub(super) fn join(&self, tensors: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
         let mut all = Vec::new();
-        let mut parts: HashMap<String, Vec<(Place, Tensor)>> = HashMap::new();
+        let mut parts: BTreeMap<String, Vec<(Place, Tensor)>> = BTreeMap::new();
         for (key, tensor) in tensors {
             match self.of_key(&key) {
                 None => all.push((key, tensor)),

@@ -324,7 +324,7 @@ fn fill<H: AdapterHost + ?Sized>(
     places: &Places,
 ) -> Result<()> {
     let _no_grad = NoGradGuard::new();
-    // The tensors of all experts of a layer, of which each expert gets its part.
+    // The tensors of all experts, of which each expert gets its part.
     let mut read: HashMap<String, Tensor> = HashMap::new();
     visit(host, name, config.bias, &mut |key, tensor: &Tensor| {
         if let Some(stored) = stored.tensors.get(&key) {

@@ -17,9 +17,9 @@ use crate::{Error, LoraConfig, Result};
 /// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
 /// [`load_adapter`](crate::load_adapter) read them. The folder is created if it does not exist.
 ///
-/// The configuration has `inference_mode: true`, as PEFT's does, and `lora_dropout: 0` if experts or routers have adapters: dropout only
-/// matters in training, and PEFT refuses it there, because with transformers 5 they are parameters. The tensors are those of the adapter alone, even
-/// while it is merged.
+/// The configuration has `inference_mode: true`, as PEFT's does, and `lora_dropout: 0` if experts or routers have adapters:
+/// dropout only matters in training, and PEFT refuses it there, because with transformers 5 they are parameters. The
+/// tensors are those of the adapter alone, even while it is merged.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.

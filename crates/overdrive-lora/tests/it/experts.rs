@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use overdrive_lora::{
-    AddOptions, LoadAdapterOptions, LoraConfig, TargetModules, add_adapter, load_adapter,
+    AddOptions, BiasMode, LoadAdapterOptions, LoraConfig, TargetModules, add_adapter, load_adapter,
     save_adapter,
 };
 use overdrive_nn::Linear;
@@ -171,6 +171,7 @@ fn what_peft_refuses_with_parameters_is_refused() {
         refused(&|config| config.lora_dropout = 0.1),
         refused(&|config| config.use_dora = true),
         refused(&|config| config.lora_bias = true),
+        refused(&|config| config.bias = BiasMode::All),
         refused(&|config| config.init_lora_weights = overdrive_lora::InitLoraWeights::Olora),
     ];
     for error in errors {

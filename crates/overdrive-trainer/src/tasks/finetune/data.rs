@@ -219,7 +219,7 @@ impl InstructionData {
         all.set("assistant_only_loss", arguments.assistant_only_loss);
         if training.eval_strategy == IntervalStrategy::No {
             // Without evaluation nothing is held out.
-            all.set("validation_fraction", 0);
+            all.set("validation_fraction", "0, because eval_strategy is no");
         }
         all.set("tokenizer", tokenizer_digest(self.tokenizer())?);
         let template = self.chat_template().unwrap_or(&arguments.prompt_template);
