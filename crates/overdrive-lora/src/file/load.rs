@@ -291,7 +291,16 @@ fn fit<'f, H: AdapterHost + ?Sized>(
         // It saves those of a full copy under the names of its wrapper, too, and those of the module that the copy replaces.
         let parts = [".modules_to_save.", ".original_module."];
         stored.retain(|key, _| {
-            let is_again = |part: &&str| tensors.contains_key(&key.replacen(*part, ".", 1));
+            let is_again = |part: &&str| {
+                let Some((module, rest)) = key.split_once(*part) else {
+                    return false;
+                };
+                // A module with modules inside keeps the name of the adapter in its keys.
+                let inside = rest.split_once('.').map_or(rest, |(_, inside)| inside);
+                [rest, inside]
+                    .iter()
+                    .any(|rest| tensors.contains_key(&format!("{module}.{rest}")))
+            };
             !parts.iter().any(is_again)
         });
     }
@@ -372,7 +381,7 @@ fn fill<H: AdapterHost + ?Sized>(
         if let Some((stored, tokens)) = stored.rows.get(name) {
             let rows = stored.copy_to_tensor(Some(weight.kind()), weight.device())?;
             let tokens = Tensor::f_from_slice(tokens)?.f_to_device(weight.device())?;
-            weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
+            let _ = weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
             replaced.push(name.to_owned());
         }
         Ok(())
