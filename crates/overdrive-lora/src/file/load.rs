@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 
 use super::experts::Places;
 use super::keys::{Entry, PREFIX, expected, visit};
-use super::modules::keep_text;
+use super::modules::{keep_text, without_experts};
 use super::tokens::{Rows, take_rows, visit_tokens};
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::add;
@@ -96,7 +96,10 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let mut problems = Vec::new();
     let mut stored = tensors_of(&file, &mut problems);
     let config = keep_text(host, &mut stored, config)?;
-    let (config, layers) = resolve(host, &config)?;
+    let (mut config, mut layers) = resolve(host, &config)?;
+    if let Some(own) = without_experts(&stored, &config, &layers) {
+        (config, layers) = resolve(host, &own)?;
+    }
     let saved = modules_to_save(host, &config)?;
     // The file is compared with the model before the model is changed.
     let places = Places::of(host, &config)?;

@@ -1,11 +1,12 @@
-//! Files of PEFT over a model with other modules than this one: a multimodal model, of which this model is the text.
+//! Files of PEFT over a model with other modules than this one: a multimodal model, of which this model is the text, and
+//! experts, which are parameters since transformers 5.
 
 use std::collections::HashMap;
 
 use overdrive_nn::AdapterHost;
 use overdrive_safetensors::StoredTensor;
 
-use crate::config::TokenIndices;
+use crate::config::{LayerParameter, TokenIndices};
 use crate::host::visit_linears;
 use crate::{LoraConfig, Names, Result, TargetModules};
 
@@ -108,4 +109,28 @@ fn text_pattern(pattern: &str) -> String {
         text = text.replace(&format!("language_model{dot}"), "");
     }
     text
+}
+
+/// Returns the configuration without the experts that it selects by the names of other layers (`up_proj` of a shared expert)
+/// and that have nothing in the file: they are no modules in transformers 5, so that PEFT gave them no adapter.
+pub(super) fn without_experts(
+    stored: &HashMap<String, StoredTensor<'_>>,
+    config: &LoraConfig,
+    layers: &[String],
+) -> Option<LoraConfig> {
+    let is_expert = |layer: &&String| {
+        LayerParameter::of(layer).expert.is_some() && config.target_parameter(layer).is_none()
+    };
+    let is_stored = |layer: &String| stored.contains_key(&format!("{layer}.lora_A.weight"));
+    let mut experts = layers.iter().filter(is_expert).peekable();
+    experts.peek()?;
+    if experts.any(is_stored) {
+        return None;
+    }
+    let others = layers.iter().filter(|layer| !is_expert(layer));
+    let others = others.filter(|layer| config.target_parameter(layer).is_none());
+    Some(LoraConfig {
+        target_modules: Some(TargetModules::Names(others.cloned().collect())),
+        ..config.clone()
+    })
 }

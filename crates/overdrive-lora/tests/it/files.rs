@@ -493,6 +493,47 @@ fn an_adapter_over_a_multimodal_model_is_loaded_into_its_text_model() {
 }
 
 #[test]
+fn experts_without_tensors_in_the_file_get_no_adapter_by_the_names_of_other_layers() {
+    let options = LoadAdapterOptions::default();
+    let names = [
+        "model.layers.0.mlp.experts.0.up_proj",
+        "model.layers.0.mlp.experts.1.up_proj",
+        "model.layers.0.mlp.shared_expert.up_proj",
+    ];
+    let moe = || Host::new(&names, 12, 16);
+    let adapter = |targets: &str| {
+        let config = LoraConfig {
+            target_modules: Some(TargetModules::names([targets])),
+            ..LoraConfig::default()
+        };
+        let mut host = moe();
+        add_adapter(&mut host, "mine", &config, &AddOptions::default()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        save_adapter(&mut host, "mine", dir.path()).unwrap();
+        dir
+    };
+    let dir = adapter("shared_expert.up_proj");
+    // PEFT shortens the names of `all-linear` to their last components.
+    reconfigure(dir.path(), "target_modules", vec!["up_proj"].into());
+    let mut host = moe();
+    let loaded = load_adapter(&mut host, dir.path(), "a", &options).unwrap();
+    assert_eq!(loaded.layers, names[2..]);
+    let again = tempfile::tempdir().unwrap();
+    save_adapter(&mut host, "a", again.path()).unwrap();
+    let loaded = load_adapter(&mut moe(), again.path(), "a", &options).unwrap();
+    assert_eq!(loaded.layers, names[2..]);
+    // An adapter of experts must have all of them.
+    let dir = adapter("up_proj");
+    let all = load_adapter(&mut moe(), dir.path(), "a", &options).unwrap();
+    assert_eq!(all.layers, names);
+    rewrite(dir.path(), |tensors| {
+        tensors.retain(|(name, _)| !name.contains(".experts.1."));
+    });
+    let error = load_adapter(&mut moe(), dir.path(), "a", &options).unwrap_err();
+    assert!(error.to_string().contains("experts.1.up_proj"), "{error}");
+}
+
+#[test]
 fn damaged_and_missing_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let load = |dir: &Path| {
