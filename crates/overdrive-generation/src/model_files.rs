@@ -9,7 +9,8 @@ use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
 use crate::chat_template::{
-    SPECIAL_TOKENS, special_token, templates_of_dir, templates_of_gguf, token_text,
+    special_token, special_tokens_of_dir, special_tokens_of_gguf, templates_of_dir,
+    templates_of_gguf,
 };
 use crate::optional_file::read_object;
 use crate::{ChatTemplate, Error, GenerationConfig, Result, gguf, tokenizer_from_gguf};
@@ -116,10 +117,12 @@ impl ModelFiles {
             true => ChatTemplate::from_dir(path)?,
             false => ChatTemplate::new(&text::read(path)?)?,
         };
-        for (name, _) in SPECIAL_TOKENS {
-            if let Some(token) = self.special_token(name)? {
-                template = template.with_special_token(name, &token);
-            }
+        let tokens = match &self.source {
+            Source::Folder(folder) => special_tokens_of_dir(folder)?,
+            Source::Gguf(file) => special_tokens_of_gguf(file)?,
+        };
+        for (name, token) in &tokens {
+            template = template.with_special_token(name, token.as_str().unwrap_or_default());
         }
         Ok(template)
     }
@@ -137,17 +140,16 @@ impl ModelFiles {
         }
     }
 
-    /// Returns the text of a special token, such as `eos_token`, as `tokenizer_config.json` or a GGUF file names it.
+    /// Returns the text of a special token, such as `eos_token`, as the files of a folder (`tokenizer_config.json`, or an
+    /// older `special_tokens_map.json`) or a GGUF file name it.
     ///
     /// # Errors
     /// An error if a file cannot be read, or a value is of another type.
     pub fn special_token(&self, name: &str) -> Result<Option<String>> {
         match &self.source {
             Source::Folder(folder) => {
-                let config = read_object(&folder.join("tokenizer_config.json"))?;
-                let token = config
-                    .as_ref()
-                    .and_then(|config| token_text(config.get(name)?));
+                let tokens = special_tokens_of_dir(folder)?;
+                let token = tokens.get(name).and_then(Value::as_str);
                 Ok(token.map(str::to_owned))
             }
             Source::Gguf(file) => special_token(file, name),
@@ -213,11 +215,7 @@ fn save_gguf_tokenizer(file: &GgufFile, to: &Path) -> Result<()> {
     )?;
     let path = to.join("tokenizer_config.json");
     let mut config = read_object(&path)?.unwrap_or_default();
-    for (name, _) in SPECIAL_TOKENS {
-        if let Some(token) = special_token(file, name)? {
-            config.insert(name.to_owned(), token.into());
-        }
-    }
+    config.extend(special_tokens_of_gguf(file)?);
     let config = format!("{:#}\n", Value::Object(config));
     files::write(&path, config.as_bytes())?;
     write_templates(&templates_of_gguf(file)?, to)

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use overdrive_quantization::{GgufFile, GgufValue};
-use serde_json::Map;
+use serde_json::{Map, Value};
 
 use super::{ChatTemplate, DEFAULT};
 use crate::{Error, Result, gguf};
@@ -34,13 +34,7 @@ impl ChatTemplate {
                 dir: file.path().to_owned(),
             });
         }
-        let mut special_tokens = Map::new();
-        for (name, _) in SPECIAL_TOKENS {
-            if let Some(text) = special_token(file, name)? {
-                special_tokens.insert(name.to_owned(), text.into());
-            }
-        }
-        ChatTemplate::from_sources(sources, special_tokens)
+        ChatTemplate::from_sources(sources, special_tokens_of_gguf(file)?)
     }
 }
 
@@ -63,6 +57,17 @@ pub(crate) fn templates_of_gguf(file: &GgufFile) -> Result<BTreeMap<String, Stri
         sources.insert(name.to_owned(), source.to_owned());
     }
     Ok(sources)
+}
+
+/// Returns the special tokens of a file by their names.
+pub(crate) fn special_tokens_of_gguf(file: &GgufFile) -> Result<Map<String, Value>> {
+    let mut special_tokens = Map::new();
+    for (name, _) in SPECIAL_TOKENS {
+        if let Some(text) = special_token(file, name)? {
+            special_tokens.insert(name.to_owned(), text.into());
+        }
+    }
+    Ok(special_tokens)
 }
 
 /// Returns the text of a special token, such as `eos_token`.

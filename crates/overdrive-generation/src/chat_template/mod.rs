@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
-pub(crate) use gguf::{SPECIAL_TOKENS, special_token, templates_of_gguf};
+pub(crate) use gguf::{SPECIAL_TOKENS, special_token, special_tokens_of_gguf, templates_of_gguf};
 pub use message::Message;
 
 use crate::optional_file::{read, read_object};
@@ -113,12 +113,7 @@ impl ChatTemplate {
     /// error if a file cannot be read.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ChatTemplate> {
         let dir = dir.as_ref();
-        let config = read_object(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let mut special_tokens = Map::new();
-        let legacy = read_object(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
-        take_special_tokens(&legacy, &mut special_tokens);
-        // Later entries replace earlier ones: `tokenizer_config.json` takes precedence over the legacy file.
-        take_special_tokens(&config, &mut special_tokens);
+        let special_tokens = special_tokens_of_dir(dir)?;
         ChatTemplate::from_sources(templates_of_dir(dir)?, special_tokens)
     }
 
@@ -434,8 +429,19 @@ fn additional(dir: &Path, sources: &mut BTreeMap<String, String>) -> Result<()> 
 }
 
 /// Returns the text of a special token, which is a string, or, in older files, an object with it in `content`.
-pub(crate) fn token_text(token: &Value) -> Option<&str> {
+fn token_text(token: &Value) -> Option<&str> {
     token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+/// Returns the special tokens of a folder by their names.
+pub(crate) fn special_tokens_of_dir(dir: &Path) -> Result<Map<String, Value>> {
+    let config = read_object(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+    let mut special_tokens = Map::new();
+    let legacy = read_object(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+    take_special_tokens(&legacy, &mut special_tokens);
+    // Later entries replace earlier ones: `tokenizer_config.json` takes precedence over the legacy file.
+    take_special_tokens(&config, &mut special_tokens);
+    Ok(special_tokens)
 }
 
 /// Reads special tokens.
@@ -445,12 +451,10 @@ fn take_special_tokens(from: &Map<String, Value>, into: &mut Map<String, Value>)
             into.insert(name.to_owned(), text.into());
         }
     };
-    for (name, _) in SPECIAL_TOKENS {
-        if let Some(value) = from.get(name) {
-            take(name, value);
-        }
-    }
-    // Tokens of individual models, such as `image_token`.
+    // Those of every model, and of individual models, such as `image_token`, which transformers 5 writes beside them.
+    let named = from.iter().filter(|(name, _)| name.ends_with("_token"));
+    named.for_each(|(name, value)| take(name, value));
+    // As they are given to a tokenizer, and as version 4 wrote them.
     for key in ["extra_special_tokens", "model_specific_special_tokens"] {
         if let Some(Value::Object(extra)) = from.get(key) {
             extra.iter().for_each(|(name, value)| take(name, value));

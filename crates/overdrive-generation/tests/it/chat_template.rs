@@ -89,14 +89,20 @@ fn a_folder_gives_one_template_or_several_with_their_tokens() {
             "bos_token": "<s>",
             "eos_token": {"content": "</s>", "special": true},
             "extra_special_tokens": {"image_token": "<img>"},
+            // transformers 5 writes such a token here.
+            "audio_token": "<audio>",
+            "add_bos_token": true,
             "chat_template": [
-                {"name": "default", "template": "{{ bos_token }}{{ eos_token }}{{ image_token }}"},
+                {
+                    "name": "default",
+                    "template": "{{ bos_token }}{{ eos_token }}{{ image_token }}{{ audio_token }}{{ add_bos_token }}",
+                },
                 {"name": "tool_use", "template": "tools {{ tools | tojson }}"},
             ],
         }),
     );
     let template = ChatTemplate::from_dir(dir.path()).unwrap();
-    assert_eq!(render(&template), "<s></s><img>");
+    assert_eq!(render(&template), "<s></s><img><audio>");
     assert_eq!(template.special_token("eos_token"), Some("</s>"));
     assert_eq!(
         template.names().collect::<Vec<_>>(),

@@ -8,6 +8,7 @@ use tch::{Device, Tensor};
 
 use super::experts::Places;
 use super::keys::{Entry, PREFIX, expected, visit};
+use super::modules::{keep_text, without_experts};
 use super::tokens::{Rows, take_rows, visit_tokens};
 use super::{CONFIG, WEIGHTS};
 use crate::adapters::add;
@@ -72,6 +73,9 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 /// `modules_to_save` that match no module are ignored, since PEFT adds the classifiers of all architectures
 /// (`classifier`, `score`) to the configuration of a classifier.
 ///
+/// An adapter over a multimodal model (`model.language_model.layers`) is loaded into its text model. Its tensors of images
+/// or audio are not read, and a warning names them.
+///
 /// As in PEFT, an adapter that was initialized from the weight (PiSSA, OLoRA) is subtracted from the model's weight
 /// again, and LoftQ quantizes the weight again. CorDA cannot repeat its initialization without the data that it used:
 /// such an adapter needs the residual weights and [`LoadAdapterOptions::residual_base`].
@@ -88,17 +92,23 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
 ) -> Result<LoadedAdapter> {
     let dir = dir.as_ref();
     let config = read_config(dir)?;
-    let (config, layers) = resolve(host, &config)?;
+    let file = open(dir)?;
+    let mut problems = Vec::new();
+    let mut stored = tensors_of(&file, &mut problems);
+    let config = keep_text(host, &mut stored, config)?;
+    let (mut config, mut layers) = resolve(host, &config)?;
+    if let Some(own) = without_experts(&stored, &config, &layers) {
+        (config, layers) = resolve(host, &own)?;
+    }
     let saved = modules_to_save(host, &config)?;
     // The file is compared with the model before the model is changed.
-    let file = open(dir)?;
     let places = Places::of(host, &config)?;
     if options.trainable {
         refuse_halves(host, &config)?;
         refuse_tokens(&config)?;
     }
     let wanted = expected(host, &config, &layers, &saved, &places)?;
-    let stored = fit(&file, &wanted, host, &config)?;
+    let stored = fit(&file, stored, problems, &wanted, host, &config)?;
     let making = LoraConfig {
         // The file's values overwrite the random ones; the default method draws the fewest.
         init_lora_weights: match config.init_lora_weights {
@@ -243,15 +253,12 @@ fn replace(stored: &StoredTensor<'_>, weight: &Tensor) -> Result<bool> {
     Ok(true)
 }
 
-/// Compares the file with the tensors that it should hold.
-fn fit<'f, H: AdapterHost + ?Sized>(
+/// Returns the tensors of a file by their keys.
+fn tensors_of<'f>(
     file: &'f MappedFile,
-    wanted: &[Entry],
-    host: &mut H,
-    config: &LoraConfig,
-) -> Result<Fitted<'f>> {
+    problems: &mut Vec<String>,
+) -> HashMap<String, StoredTensor<'f>> {
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
-    let mut problems = Vec::new();
     for tensor in file.tensors() {
         let key = tensor.name();
         // Files without PEFT's prefix are accepted as well.
@@ -263,6 +270,18 @@ fn fit<'f, H: AdapterHost + ?Sized>(
             ));
         }
     }
+    stored
+}
+
+/// Compares the file with the tensors that it should hold.
+fn fit<'f, H: AdapterHost + ?Sized>(
+    file: &'f MappedFile,
+    mut stored: HashMap<String, StoredTensor<'f>>,
+    mut problems: Vec<String>,
+    wanted: &[Entry],
+    host: &mut H,
+    config: &LoraConfig,
+) -> Result<Fitted<'f>> {
     let mut tensors = HashMap::new();
     for entry in wanted {
         let older = entry.older.as_ref();
@@ -291,7 +310,16 @@ fn fit<'f, H: AdapterHost + ?Sized>(
         // It saves those of a full copy under the names of its wrapper, too, and those of the module that the copy replaces.
         let parts = [".modules_to_save.", ".original_module."];
         stored.retain(|key, _| {
-            let is_again = |part: &&str| tensors.contains_key(&key.replacen(*part, ".", 1));
+            let is_again = |part: &&str| {
+                let Some((module, rest)) = key.split_once(*part) else {
+                    return false;
+                };
+                // A module with modules inside keeps the name of the adapter in its keys.
+                let inside = rest.split_once('.').map_or(rest, |(_, inside)| inside);
+                [rest, inside]
+                    .iter()
+                    .any(|rest| tensors.contains_key(&format!("{module}.{rest}")))
+            };
             !parts.iter().any(is_again)
         });
     }
@@ -372,7 +400,7 @@ fn fill<H: AdapterHost + ?Sized>(
         if let Some((stored, tokens)) = stored.rows.get(name) {
             let rows = stored.copy_to_tensor(Some(weight.kind()), weight.device())?;
             let tokens = Tensor::f_from_slice(tokens)?.f_to_device(weight.device())?;
-            weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
+            let _ = weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
             replaced.push(name.to_owned());
         }
         Ok(())

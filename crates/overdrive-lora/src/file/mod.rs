@@ -3,6 +3,7 @@
 mod experts;
 mod keys;
 mod load;
+mod modules;
 mod save;
 mod tokens;
 

@@ -412,6 +412,9 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
             let name = format!("base_model.model.relative_attention_bias.{part}.weight");
             tensors.push((name, numbers(&[8, 2], 1.0, F32)));
         }
+        // PEFT leaves the adapter in the keys of modules inside a copy.
+        let name = "base_model.model.relative_attention_bias.modules_to_save.default.weight";
+        tensors.push((name.to_owned(), numbers(&[8, 2], 1.0, F32)));
     });
     let mut other = with_table();
     load_adapter(&mut other, dir.path(), "a", &options).unwrap();
@@ -429,6 +432,105 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
         tensors.push((name, Tensor::zeros([1], F32)));
     });
     assert!(load_adapter(&mut with_table(), dir.path(), "a", &options).is_err());
+}
+
+/// `host` as the text of a model that also reads images.
+#[test]
+fn an_adapter_over_a_multimodal_model_is_loaded_into_its_text_model() {
+    let options = LoadAdapterOptions::default();
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::names(["q_proj", "lm_head"])),
+        rank_pattern: vec![("model.q_proj".to_owned(), 3)],
+        modules_to_save: Some(vec!["embed_tokens".to_owned()]),
+        ..LoraConfig::default()
+    };
+    // transformers 5, and the versions before.
+    for (text, head) in [
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let source = saved(&config, dir.path());
+        rewrite(dir.path(), |tensors| {
+            for (name, _) in &mut *tensors {
+                let own = name.strip_prefix("base_model.model.").unwrap();
+                let own = match own.strip_prefix("model.") {
+                    Some(rest) => format!("{text}{rest}"),
+                    None => own.replace("lm_head.", head),
+                };
+                *name = format!("base_model.model.{own}");
+            }
+            let tower = "base_model.model.model.vision_tower.q_proj.lora_A.weight";
+            tensors.push((tower.to_owned(), numbers(&[8, 4], 1.0, F32)));
+        });
+        let is_loaded = || {
+            let mut other = host();
+            load_adapter(&mut other, dir.path(), "a", &options).unwrap();
+            assert_eq!(forward(&other), forward(&source), "{text}");
+            other
+        };
+        // A name without the rest of the path selects layers of the tower in PEFT.
+        reconfigure(
+            dir.path(),
+            "rank_pattern",
+            serde_json::json!({format!("{text}q_proj"): 3}),
+        );
+        is_loaded();
+        let names = serde_json::json!([format!("{text}q_proj"), head.trim_end_matches('.')]);
+        reconfigure(dir.path(), "target_modules", names);
+        is_loaded();
+        let pattern = r".*language_model.*q_proj|.*lm_head";
+        reconfigure(dir.path(), "target_modules", pattern.into());
+        let mut other = is_loaded();
+        // It is saved as one of the text model.
+        let again = tempfile::tempdir().unwrap();
+        save_adapter(&mut other, "a", again.path()).unwrap();
+        let mut third = host();
+        let loaded = load_adapter(&mut third, again.path(), "a", &options).unwrap();
+        assert_eq!(loaded.layers, ["model.q_proj", "lm_head"]);
+        assert_eq!(forward(&third), forward(&source), "{text}");
+    }
+}
+
+#[test]
+fn experts_without_tensors_in_the_file_get_no_adapter_by_the_names_of_other_layers() {
+    let options = LoadAdapterOptions::default();
+    let names = [
+        "model.layers.0.mlp.experts.0.up_proj",
+        "model.layers.0.mlp.experts.1.up_proj",
+        "model.layers.0.mlp.shared_expert.up_proj",
+    ];
+    let moe = || Host::new(&names, 12, 16);
+    let adapter = |targets: &str| {
+        let config = LoraConfig {
+            target_modules: Some(TargetModules::names([targets])),
+            ..LoraConfig::default()
+        };
+        let mut host = moe();
+        add_adapter(&mut host, "mine", &config, &AddOptions::default()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        save_adapter(&mut host, "mine", dir.path()).unwrap();
+        dir
+    };
+    let dir = adapter("shared_expert.up_proj");
+    // PEFT shortens the names of `all-linear` to their last components.
+    reconfigure(dir.path(), "target_modules", vec!["up_proj"].into());
+    let mut host = moe();
+    let loaded = load_adapter(&mut host, dir.path(), "a", &options).unwrap();
+    assert_eq!(loaded.layers, names[2..]);
+    let again = tempfile::tempdir().unwrap();
+    save_adapter(&mut host, "a", again.path()).unwrap();
+    let loaded = load_adapter(&mut moe(), again.path(), "a", &options).unwrap();
+    assert_eq!(loaded.layers, names[2..]);
+    // An adapter of experts must have all of them.
+    let dir = adapter("up_proj");
+    let all = load_adapter(&mut moe(), dir.path(), "a", &options).unwrap();
+    assert_eq!(all.layers, names);
+    rewrite(dir.path(), |tensors| {
+        tensors.retain(|(name, _)| !name.contains(".experts.1."));
+    });
+    let error = load_adapter(&mut moe(), dir.path(), "a", &options).unwrap_err();
+    assert!(error.to_string().contains("experts.1.up_proj"), "{error}");
 }
 
 #[test]

@@ -35,6 +35,7 @@ pub struct EmbeddingModel {
     transformer: Transformer,
     pooling: Pooling,
     dense: Vec<Dense>,
+    truncate_dim: Option<i64>,
     max_length: i64,
 }
 
@@ -47,6 +48,7 @@ enum Transformer {
 impl EmbeddingModel {
     /// Reads a folder of sentence-transformers: `modules.json`, the transformer, `1_Pooling/config.json`, and dense
     /// layers such as `2_Dense`. `max_seq_length` of `sentence_bert_config.json` bounds the length of a sequence.
+    /// `truncate_dim` of `config_sentence_transformers.json` keeps the first elements of an embedding; default: all.
     ///
     /// A GGUF file is read, too: a BERT, or another architecture with a `pooling_type`; its embeddings are normalized, as
     /// those of llama.cpp's server.
@@ -99,6 +101,7 @@ impl EmbeddingModel {
             transformer,
             pooling: modules.pooling,
             dense,
+            truncate_dim: modules.truncate_dim,
             max_length: bound.map_or(context, |bound| bound.clamp(1, context)),
         })
     }
@@ -123,6 +126,7 @@ impl EmbeddingModel {
             transformer,
             pooling,
             dense,
+            truncate_dim: None,
         })
     }
 
@@ -154,16 +158,18 @@ impl EmbeddingModel {
         for layer in &self.dense {
             vectors = layer.forward(&vectors)?;
         }
-        match self.pooling.normalize {
-            true => self.pooling.normalized(&vectors),
-            false => Ok(vectors),
+        if self.pooling.normalize {
+            vectors = self.pooling.normalized(&vectors)?;
         }
+        // After the norm, as in sentence-transformers, whose truncated embeddings are shorter than 1.
+        Ok(vectors.f_narrow(-1, 0, self.dimension())?)
     }
 
     /// Returns the number of elements of an embedding.
     pub fn dimension(&self) -> i64 {
         let last = self.dense.last().map(|layer| layer.size()[1]);
-        last.unwrap_or_else(|| self.transformer.width())
+        let all = last.unwrap_or_else(|| self.transformer.width());
+        self.truncate_dim.map_or(all, |kept| kept.min(all))
     }
 
     /// Returns the largest number of tokens of a sequence.

@@ -27,6 +27,8 @@ pub(super) struct Modules {
     pub(super) pooling: Pooling,
     /// The folders of the dense layers, in order.
     pub(super) dense: Vec<PathBuf>,
+    /// The number of elements of an embedding that are kept; `None` keeps all.
+    pub(super) truncate_dim: Option<i64>,
 }
 
 impl Modules {
@@ -35,7 +37,10 @@ impl Modules {
         let Some(steps) = steps(dir)? else {
             return Ok(None);
         };
-        let mut modules = Modules::default();
+        let mut modules = Modules {
+            truncate_dim: truncate_dim(dir)?,
+            ..Modules::default()
+        };
         let mut last = "";
         for (kind, folder) in &steps {
             // Each step reads the result of the one before, so another order would be another model.
@@ -89,6 +94,22 @@ pub(super) fn steps(dir: &Path) -> Result<Option<Vec<(String, PathBuf)>>> {
         steps.push((kind.to_owned(), dir.join(path)));
     }
     Ok(Some(steps))
+}
+
+/// Reads `truncate_dim` of `config_sentence_transformers.json`.
+fn truncate_dim(dir: &Path) -> Result<Option<i64>> {
+    let settings = read_json(&dir.join("config_sentence_transformers.json"))?;
+    let value = settings.as_ref().and_then(|own| own.get("truncate_dim"));
+    let Some(value) = value.filter(|value| !value.is_null()) else {
+        return Ok(None);
+    };
+    match value.as_i64().filter(|count| *count > 0) {
+        Some(count) => Ok(Some(count)),
+        None => {
+            let expected = "a positive number of elements, or null for all";
+            Err(Common::option("truncate_dim", value.to_string(), expected).into())
+        }
+    }
 }
 
 /// Reads a JSON file that may be missing.

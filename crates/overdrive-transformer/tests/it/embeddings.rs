@@ -284,6 +284,44 @@ fn folders_and_inputs_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn a_folder_may_keep_the_first_elements_of_its_embeddings() {
+    let case = "embedding_qwen3";
+    let folder = copy_of(case);
+    for entry in std::fs::read_dir(fixture(case)).unwrap() {
+        let from = entry.unwrap().path();
+        if from.is_dir() {
+            let to = folder.path().join(from.file_name().unwrap());
+            std::fs::create_dir(&to).unwrap();
+            for file in std::fs::read_dir(from).unwrap() {
+                let file = file.unwrap();
+                std::fs::copy(file.path(), to.join(file.file_name())).unwrap();
+            }
+        }
+    }
+    let load = |kept: &str| {
+        let settings = format!("{{\"truncate_dim\": {kept}}}");
+        let path = folder.path().join("config_sentence_transformers.json");
+        std::fs::write(path, settings).unwrap();
+        EmbeddingModel::from_pretrained(folder.path(), &LoadOptions::default())
+    };
+    let all = load("null").unwrap();
+    let width = all.dimension();
+    let sequences = sequences(case);
+    let want = all.embed(&sequences).unwrap();
+    for (kept, dimension) in [("8", 8), ("100000", width)] {
+        let model = load(kept).unwrap();
+        assert_eq!(model.dimension(), dimension);
+        let got = model.embed(&sequences).unwrap();
+        // Not normalized again, as in sentence-transformers.
+        assert_eq!(got, want.narrow(1, 0, dimension));
+    }
+    for wrong in ["0", "\"8\""] {
+        let error = load(wrong).unwrap_err().to_string();
+        assert!(error.contains("`truncate_dim` is "), "{error}");
+    }
+}
+
+#[test]
 fn dense_layers_and_orders_that_are_not_implemented_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let steps = |kinds: &[&str]| {
