@@ -372,7 +372,7 @@ fn fill<H: AdapterHost + ?Sized>(
         if let Some((stored, tokens)) = stored.rows.get(name) {
             let rows = stored.copy_to_tensor(Some(weight.kind()), weight.device())?;
             let tokens = Tensor::f_from_slice(tokens)?.f_to_device(weight.device())?;
-            weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
+            let _ = weight.f_detach()?.f_index_copy_(0, &tokens, &rows)?;
             replaced.push(name.to_owned());
         }
         Ok(())
