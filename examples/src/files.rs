@@ -37,8 +37,11 @@ pub fn open_input(path: &Path) -> anyhow::Result<(Box<dyn BufRead>, String)> {
 
 /// A file of JSON Lines that a program writes.
 pub struct JsonLines {
-    target: Box<dyn Write>,
+    /// `None` is standard output.
+    file: Option<File>,
     name: String,
+    /// The length of the file in bytes.
+    written: u64,
 }
 
 impl fmt::Debug for JsonLines {
@@ -66,19 +69,24 @@ impl JsonLines {
     /// # Errors
     /// The error of creating it.
     pub fn create(path: &Path) -> anyhow::Result<JsonLines> {
-        if path == Path::new("-") {
-            let name = "cannot write to standard output".to_owned();
-            return Ok(JsonLines {
-                target: Box::new(stdout()),
-                name,
-            });
-        }
-        let name = format!("cannot write {}", path.display());
-        let target = Box::new(File::create(path).with_context(|| name.clone())?);
-        Ok(JsonLines { target, name })
+        let (file, name) = match path == Path::new("-") {
+            true => (None, "cannot write to standard output".to_owned()),
+            false => {
+                let name = format!("cannot write {}", path.display());
+                (
+                    Some(File::create(path).with_context(|| name.clone())?),
+                    name,
+                )
+            }
+        };
+        Ok(JsonLines {
+            file,
+            name,
+            written: 0,
+        })
     }
 
-    /// Writes a line.
+    /// Writes a line. After an error the file ends with the line before.
     ///
     /// # Errors
     /// The error of writing it.
@@ -86,10 +94,52 @@ impl JsonLines {
         // In one write: a program that is killed leaves no part of a line.
         let mut text = serde_json::to_vec(value)?;
         text.push(b'\n');
-        let written = self
-            .target
-            .write_all(&text)
-            .and_then(|()| self.target.flush());
-        written.with_context(|| self.name.clone())
+        let Some(file) = &mut self.file else {
+            let mut out = stdout().lock();
+            let written = out.write_all(&text).and_then(|()| out.flush());
+            return written.with_context(|| self.name.clone());
+        };
+        if let Err(error) = file.write_all(&text) {
+            // A full disk takes a part of a line. What is no file, such as a pipe, has no length to set.
+            let _cut = file.set_len(self.written);
+            return Err(error).with_context(|| self.name.clone());
+        }
+        self.written += text.len() as u64;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use std::process::Command;
+
+    use super::*;
+
+    const OUTPUT: &str = "OVERDRIVE_JSON_LINES_TEST_OUTPUT";
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_finds_no_room_has_whole_lines() {
+        if let Some(path) = std::env::var_os(OUTPUT) {
+            let mut lines = JsonLines::create(Path::new(&path)).unwrap();
+            let error = (0..).find_map(|_| lines.write(&"a line of text").err());
+            let error = error.unwrap().to_string();
+            assert!(error.starts_with("cannot write "), "{error}");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("out.jsonl");
+        // SIGXFSZ is ignored so that the write fails, as on a full disk, and does not end the process.
+        let script = "trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact files::tests::a_file_that_finds_no_room_has_whole_lines";
+        let mut limited = Command::new("sh");
+        limited
+            .args(["-c", script])
+            .arg(std::env::current_exe().unwrap());
+        assert!(limited.env(OUTPUT, &path).status().unwrap().success());
+        let text = std::fs::read_to_string(path).unwrap();
+        assert!(text.len() > 1000);
+        assert!(text.lines().all(|line| line == "\"a line of text\"") && text.ends_with('\n'));
     }
 }

@@ -81,8 +81,16 @@ fn special(id: usize) -> Vec<u8> {
     name
 }
 
+/// Returns the error of llguidance without the state of its parser, which follows the message.
 fn constraint(error: impl fmt::Display) -> Error {
-    Error::Constraint(error.to_string())
+    let error = error.to_string();
+    let message = error.split("\n<state>").next().unwrap_or_default();
+    Error::Constraint(match message {
+        "NoExtensionBias" => "no token continues the text as the grammar requires: the tokenizer lacks a character that is \
+                              required, or it is an end-of-text token"
+            .to_owned(),
+        message => message.to_owned(),
+    })
 }
 
 /// A constraint that makes the continuation match a regular expression or a JSON schema, by `llguidance`
@@ -142,7 +150,7 @@ impl GrammarConstraint {
         let parser = vocabulary.factory.create_parser(grammar);
         let matcher = Matcher::new(Ok(parser.map_err(constraint)?));
         if let Some(error) = matcher.get_error() {
-            return Err(Error::Constraint(error));
+            return Err(constraint(error));
         }
         Ok(GrammarConstraint {
             matcher,

@@ -44,8 +44,12 @@ pub(crate) fn take(content: &mut Value, param: &str) -> Result<Vec<Vec<u8>>, Str
             *part = json!({"type": "text", "text": text});
         } else if part["type"] != "image" {
             let kind = part["type"].as_str().unwrap_or("unknown");
+            let problem = match kind {
+                _ if kind.ends_with("text") => "its `text` must be a string",
+                _ => "this model reads texts and images",
+            };
             return Err(format!(
-                "`{param}.content` has a part of type {kind:?}; this model reads texts and images"
+                "`{param}.content` has a part of type {kind:?}; {problem}"
             ));
         }
     }

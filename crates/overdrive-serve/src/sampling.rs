@@ -31,6 +31,8 @@ const UNSUPPORTED: &[&str] = &[
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
     "logits_processors",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
 ];
 
 #[derive(Debug, Deserialize)]

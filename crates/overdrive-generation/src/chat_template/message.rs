@@ -105,10 +105,13 @@ impl Message {
                     let named = |key: &str| part.get(key).and_then(Value::as_str);
                     let text = part.as_str().or(named("text")).or(named("refusal"));
                     let Some(text) = text else {
-                        return Err(wrong(format!(
-                            "has a part of type {:?}; only parts of type \"text\" are read here",
-                            named("type").unwrap_or("unknown")
-                        )));
+                        let kind = named("type").unwrap_or("unknown");
+                        let problem = match kind {
+                            // Also `input_text` and `output_text`, those of OpenAI's responses.
+                            _ if kind.ends_with("text") => "its `text` must be a string",
+                            _ => "only parts of type \"text\" are read here",
+                        };
+                        return Err(wrong(format!("has a part of type {kind:?}; {problem}")));
                     };
                     texts.push(text);
                 }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use overdrive_sys::denormals::set_flush_denormals;
 use overdrive_transformer::VisionConfig;
+use tracing::warn;
 
 use super::Engine;
 use super::model::EngineModel;
@@ -14,8 +15,8 @@ use super::request::{Completion, Completions, Event, Request, RequestId, Request
 use super::statistics::EngineStatistics;
 use crate::{Error, Result};
 
-/// The number of consecutive failures of a step after which the requests fail. A step may fail because
-/// another thread temporarily holds memory that it needs.
+/// The number of consecutive failures of a step after which its sequences are computed one by one. A step may fail
+/// because another thread temporarily holds memory that it needs.
 const ATTEMPTS: u32 = 3;
 
 /// The pause between the attempts.
@@ -24,8 +25,8 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// An [`Engine`] that runs on a thread of its own, for use from any number of other threads.
 ///
 /// The thread owns the model, sleeps while there is nothing to do, and ends with the handle. If a step
-/// fails three times in a row, the current requests fail with [`Error::EngineFailed`], and later ones
-/// are served again.
+/// fails three times in a row, its sequences are computed one by one, and the requests of those that fail alone, too, fail
+/// with [`Error::EngineFailed`].
 ///
 /// ```
 /// use overdrive_generation::{Engine, EngineConfig, EngineHandle, GenerationConfig, Request};
@@ -374,12 +375,18 @@ impl<M: EngineModel> Worker<M> {
                     failures += 1;
                     if failures < ATTEMPTS {
                         std::thread::sleep(PAUSE);
-                    } else if self.engine.fail_all(&error.to_string()).is_err() {
-                        // The cache itself is broken: the engine cannot continue, and the events of
-                        // every client end.
-                        return;
                     } else {
                         failures = 0;
+                        warn!(
+                            "a step has failed {ATTEMPTS} times, and its sequences are computed one by one: {error}"
+                        );
+                        if let Err(error) = self.engine.compute_separately()
+                            && self.engine.fail_all(&error.to_string()).is_err()
+                        {
+                            // The cache itself is broken: the engine cannot continue, and the events of
+                            // every client end.
+                            return;
+                        }
                     }
                 }
             }

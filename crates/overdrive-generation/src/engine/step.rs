@@ -22,40 +22,95 @@ impl<M: EngineModel> Engine<M> {
     /// Computes the next step; returns the number of its tokens.
     pub(super) fn compute(&mut self) -> Result<usize> {
         self.propose()?;
+        let chunks = self.schedule()?;
+        if chunks.is_empty() {
+            return Ok(0);
+        }
+        if !self.encode_images(&chunks)? {
+            return Ok(0);
+        }
+        if let Some(flight) = self.launch(&chunks)? {
+            return self.land(flight);
+        }
+        self.compute_chunks(&chunks)?;
+        Ok(chunks.iter().map(Chunk::len).sum())
+    }
+
+    /// Computes the sequences of the next step one after another, because together they have failed, and fails the
+    /// requests of those that fail alone, too.
+    ///
+    /// # Errors
+    /// Those of the cache and the scheduler, after which no request can be computed.
+    pub(super) fn compute_separately(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        // The draft model may be what has failed.
+        for index in 0..self.scheduler.running().len() {
+            if let Some(sequence) = self.scheduler.sequence(index) {
+                sequence.proposed = 0;
+            }
+        }
+        let chunks = self.schedule()?;
+        let running = self.scheduler.running();
+        let arrivals = chunks.iter().map(|chunk| running[chunk.sequence].arrival);
+        for (chunk, arrival) in chunks.iter().zip(arrivals.collect::<Vec<_>>()) {
+            // Sequences have other indices after one before them has ended.
+            let mut running = self.scheduler.running().iter();
+            let Some(sequence) = running.position(|other| other.arrival == arrival) else {
+                continue; // Another sample of its request has failed.
+            };
+            let request = self.scheduler.running()[sequence].data.request;
+            let chunk = [Chunk { sequence, ..*chunk }];
+            if self.encode_images(&chunk)?
+                && let Err(error) = self.compute_chunks(&chunk)
+            {
+                let message = error.to_string();
+                self.fail(request, Error::EngineFailed { message });
+                self.remove_settled(&HashSet::new())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the chunks of the next step.
+    fn schedule(&mut self) -> Result<Vec<Chunk>> {
         let mut chunks = self.scheduler.schedule(&mut self.cache)?;
         // The rows of each adapter are adjacent, so that one matmul computes all of them.
         let running = self.scheduler.running();
         chunks.sort_by_key(|chunk| running[chunk.sequence].data.adapter);
-        if chunks.is_empty() {
-            return Ok(0);
-        }
-        for chunk in &chunks {
+        Ok(chunks)
+    }
+
+    /// Encodes the images that `chunks` read. Returns `false` if a request has failed, whose sequences are then gone.
+    fn encode_images(&mut self, chunks: &[Chunk]) -> Result<bool> {
+        for chunk in chunks {
             let Sample {
                 images, request, ..
-            } = &running[chunk.sequence].data;
+            } = &self.scheduler.running()[chunk.sequence].data;
             if let Some(images) = images {
                 let id = self.scheduler.cache_id(chunk.sequence)?;
                 self.cache.set_position_offset(id, images.delta())?;
                 // Large images may need more memory than there is: an error of their request alone.
                 if let Err(error) = images.encode(&(chunk.start..chunk.end), &self.model) {
                     self.fail(*request, error);
-                    return self.remove_settled(&HashSet::new()).map(|()| 0);
+                    self.remove_settled(&HashSet::new())?;
+                    return Ok(false);
                 }
             }
         }
-        if let Some(flight) = self.launch(&chunks)? {
-            return self.land(flight);
-        }
-        let ends = self.forward(&chunks)?;
-        self.scheduler.computed(&chunks);
-        for chunk in &chunks {
+        Ok(true)
+    }
+
+    /// Computes `chunks`, and chooses the next token of the sequences that end in them.
+    fn compute_chunks(&mut self, chunks: &[Chunk]) -> Result<()> {
+        let ends = self.forward(chunks)?;
+        self.scheduler.computed(chunks);
+        for chunk in chunks {
             let sequence = &self.scheduler.running()[chunk.sequence];
             if let Some(images) = &sequence.data.images {
                 images.forget(chunk.end);
             }
         }
-        self.choose(&ends)?;
-        Ok(chunks.iter().map(Chunk::len).sum())
+        self.choose(&ends)
     }
 
     /// Proposes tokens to follow those of the sequences that decode.

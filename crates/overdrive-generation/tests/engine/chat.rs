@@ -176,6 +176,10 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
             "`messages[0].content` has a part of type \"image_url\"",
         ),
         (
+            json!([{"role": "user", "content": [{"type": "text"}]}]),
+            "`messages[0].content` has a part of type \"text\"; its `text` must be a string",
+        ),
+        (
             json!([{"role": "user", "content": 3}]),
             "`messages[0].content` must be a string or a list of parts",
         ),

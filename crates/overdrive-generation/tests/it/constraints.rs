@@ -224,3 +224,16 @@ fn a_schema_of_which_every_text_would_contain_another_is_refused_with_the_refere
         assert!(made.is_ok(), "{schema}: {made:?}");
     }
 }
+
+#[test]
+fn a_text_that_no_token_continues_is_an_error_of_one_line() {
+    let tokenizer = byte_tokenizer();
+    let quote = encode(&tokenizer, "\"");
+    let vocabulary = GrammarVocabulary::new(&tokenizer, 260, &quote).unwrap();
+    let schema = json!({"type": "string"});
+    let mut constraint = GrammarConstraint::json_schema(&vocabulary, &schema).unwrap();
+    let error = constraint.allowed(&mut TokenMask::new(260)).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("no token continues the text"), "{error}");
+    assert!(!error.contains('\n'), "{error}");
+}

@@ -100,7 +100,8 @@ fn more_requests_than_are_answered_at_once_are_all_answered() {
         .collect();
     let (answers, counts) = answers(&lines);
     assert_eq!((counts.completed, counts.failed), (600, 0));
-    let is_in_order = |(index, answer): (usize, &Value)| answer["custom_id"] == index.to_string();
+    let is_in_order =
+        |(index, answer): (usize, &Value)| answer["custom_id"] == json!(index.to_string());
     assert!(answers.iter().enumerate().all(is_in_order));
 }
 

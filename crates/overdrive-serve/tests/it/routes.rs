@@ -265,6 +265,11 @@ fn wrong_fields_are_named_with_their_value_and_range() {
             "prompt_logprobs",
             "does not support",
         ),
+        (
+            json!({"return_token_ids": true}),
+            "return_token_ids",
+            "does not support",
+        ),
         (json!({"best_of": 2}), "best_of", "equal to n"),
         (json!({"suffix": "x"}), "suffix", "does not support"),
         (

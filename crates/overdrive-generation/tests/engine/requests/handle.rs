@@ -74,6 +74,42 @@ fn a_handle_fails_requests_that_cannot_be_computed_and_serves_later_ones() {
 }
 
 #[test]
+fn a_request_whose_steps_fail_ends_no_other() {
+    let model = tiny(128);
+    let good: Vec<Vec<i64>> = (1..6).map(|n| vec![n; 3 * n as usize]).collect();
+    let alone = |prompt: &Vec<i64>| {
+        let prompt = std::slice::from_ref(prompt);
+        let mut output = generate(&model, prompt, &greedy(12)).unwrap();
+        output.sequences.remove(0)
+    };
+    let want: Vec<Vec<i64>> = good.iter().map(alone).collect();
+    let unused = |id: &i64| !want.iter().any(|tokens| tokens.contains(id));
+    let fatal = (0..128).find(unused).unwrap();
+    let faulty = Faulty {
+        fatal: Some(fatal),
+        ..Faulty::new(0)
+    };
+    let engine = EngineHandle::spawn(Engine::new(faulty, config(|_| {})).unwrap()).unwrap();
+    let submit = |prompt: &[i64]| {
+        let request = Request::new(prompt, greedy(12));
+        engine.submit(request).unwrap()
+    };
+    let mut events: Vec<_> = good[..3].iter().map(|prompt| submit(prompt)).collect();
+    let bad = submit(&[7, fatal, 7]);
+    events.extend(good[3..].iter().map(|prompt| submit(prompt)));
+    let error = bad.wait().unwrap_err();
+    assert!(matches!(error, Error::EngineFailed { .. }), "{error}");
+    assert!(error.to_string().contains("a fatal token"), "{error}");
+    for ((events, prompt), want) in events.into_iter().zip(&good).zip(&want) {
+        let completions = events.wait().unwrap();
+        assert_eq!(completions[0].tokens, want[prompt.len()..]);
+    }
+    let statistics = engine.finish().unwrap();
+    let ends = (statistics.failed, statistics.finished);
+    assert_eq!((ends, statistics.blocks_used), ((1, 5), 0));
+}
+
+#[test]
 fn an_engine_is_made_on_the_thread_of_its_handle() {
     let here = std::thread::current().id();
     let engine = EngineHandle::spawn_with(move || {

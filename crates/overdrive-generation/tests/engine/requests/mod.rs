@@ -500,6 +500,8 @@ struct Faulty {
     failures: AtomicUsize,
     /// The token after which its logits are NaN.
     poison: i64,
+    /// The token with which every step fails.
+    fatal: Option<i64>,
     calls: Cell<usize>,
 }
 
@@ -509,6 +511,7 @@ impl Faulty {
             model: tiny(128),
             failures: AtomicUsize::new(failures),
             poison: 99,
+            fatal: None,
             calls: Cell::new(0),
         }
     }
@@ -529,6 +532,10 @@ impl EngineModel for Faulty {
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.calls.set(self.calls.get() + 1);
+        let ids = Vec::try_from(step.input_ids.view([-1]))?;
+        if self.fatal.is_some_and(|fatal| ids.contains(&fatal)) {
+            return Err(tch::TchError::Kind("a fatal token".to_owned()).into());
+        }
         let last = step
             .input_ids
             .view([-1])
