@@ -108,38 +108,3 @@ impl JsonLines {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-
-    use std::process::Command;
-
-    use super::*;
-
-    const OUTPUT: &str = "OVERDRIVE_JSON_LINES_TEST_OUTPUT";
-
-    #[cfg(unix)]
-    #[test]
-    fn a_file_that_finds_no_room_has_whole_lines() {
-        if let Some(path) = std::env::var_os(OUTPUT) {
-            let mut lines = JsonLines::create(Path::new(&path)).unwrap();
-            let error = (0..).find_map(|_| lines.write(&"a line of text").err());
-            let error = error.unwrap().to_string();
-            assert!(error.starts_with("cannot write "), "{error}");
-            return;
-        }
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("out.jsonl");
-        // SIGXFSZ is ignored so that the write fails, as on a full disk, and does not end the process.
-        let script = "trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact files::tests::a_file_that_finds_no_room_has_whole_lines";
-        let mut limited = Command::new("sh");
-        limited
-            .args(["-c", script])
-            .arg(std::env::current_exe().unwrap());
-        assert!(limited.env(OUTPUT, &path).status().unwrap().success());
-        let text = std::fs::read_to_string(path).unwrap();
-        assert!(text.len() > 1000);
-        assert!(text.lines().all(|line| line == "\"a line of text\"") && text.ends_with('\n'));
-    }
-}

@@ -30,7 +30,7 @@ pub enum Error {
     #[error(transparent)]
     Answer(Box<dyn std::error::Error + Send + Sync>),
     /// The server stopped before all requests had ended.
-    #[error("{sequences} sequences were cancelled because they were still running {reason}")]
+    #[error("sequences still running {reason} were cancelled: {sequences}")]
     Cut {
         /// The number of cancelled sequences (continuations and embeddings).
         sequences: usize,

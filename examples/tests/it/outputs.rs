@@ -4,10 +4,12 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use clap::Parser;
 use overdrive::trainer::{FinetuneArguments, TrainingArguments};
 use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
+use overdrive_examples::JsonLines;
 
 use crate::alone;
 
@@ -247,4 +249,29 @@ fn no_program_panics_when_nobody_reads_what_it_prints() {
             }
         }
     }
+}
+
+#[test]
+fn json_lines_that_find_no_room_are_whole() {
+    const OUTPUT: &str = "OVERDRIVE_JSON_LINES_TEST_OUTPUT";
+    if let Some(path) = std::env::var_os(OUTPUT) {
+        let mut lines = JsonLines::create(Path::new(&path)).unwrap();
+        let error = (0..).find_map(|_| lines.write(&"a line of text").err());
+        let error = error.unwrap().to_string();
+        assert!(error.starts_with("cannot write "), "{error}");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("out.jsonl");
+    // SIGXFSZ is ignored so that the write fails, as on a full disk, and does not end the process.
+    let script = "trap '' XFSZ; ulimit -f 4; exec \"$0\" --exact outputs::json_lines_that_find_no_room_are_whole";
+    let mut limited = Command::new("sh");
+    limited
+        .args(["-c", script])
+        .arg(std::env::current_exe().unwrap());
+    let limited = limited.env(OUTPUT, &path).stdout(Stdio::null());
+    assert!(limited.status().unwrap().success());
+    let text = fs::read_to_string(path).unwrap();
+    assert!(text.len() > 1000);
+    assert!(text.lines().all(|line| line == "\"a line of text\"") && text.ends_with('\n'));
 }
