@@ -45,6 +45,9 @@ pub use text_tokens::TextTokens;
 /// Writes `text` to stdout and flushes it, so that each token appears as it is generated.
 pub fn print_now(text: &str) -> std::io::Result<()> {
     let mut out = stdout().lock();
-    out.write_all(text.as_bytes())?;
-    out.flush()
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| {
+        let message = format!("cannot write to standard output: {error}");
+        std::io::Error::new(error.kind(), message)
+    })
 }

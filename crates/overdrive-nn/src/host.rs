@@ -83,6 +83,12 @@ pub trait AdapterHost {
         false
     }
 
+    /// Returns the name that the layer or parameter `name` has in the model as transformers loads it from the same files, for
+    /// what Python reads over that model: the text model of a multimodal one is a part of it. The default is `name`.
+    fn name_in_original(&self, name: &str) -> String {
+        name.to_owned()
+    }
+
     /// Returns the name of the output layer, which `all-linear` leaves out. The default is `lm_head`.
     fn head(&self) -> Option<&str> {
         Some("lm_head")

@@ -83,10 +83,14 @@ impl BatchRequest {
         let request: BatchRequest =
             serde_path_to_error::deserialize(&mut json).map_err(|error| {
                 let (path, message) = (error.path().to_string(), error.inner().to_string());
-                let place = message.rfind(" at line ").unwrap_or(message.len());
-                match expected_by_serde(&message[..place]) {
+                // The place of a value is its path; only a mistake in the JSON itself needs a column.
+                let place = message
+                    .rfind(" at line ")
+                    .filter(|_| error.inner().is_data());
+                let message = &message[..place.unwrap_or(message.len())];
+                match expected_by_serde(message) {
                     Some(expected) if path != "." => format!("`{path}` must be {expected}"),
-                    _ => in_one_line(&message),
+                    _ => in_one_line(message),
                 }
             })?;
         json.end()

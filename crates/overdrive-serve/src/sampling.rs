@@ -67,10 +67,12 @@ pub(crate) struct Sampling {
 impl Sampling {
     pub(crate) fn take(fields: &mut Fields, shared: &Shared) -> ApiResult<Sampling> {
         fields.refuse(UNSUPPORTED)?;
-        if fields.take("skip_special_tokens")? == Some(false) {
-            let message =
-                "`skip_special_tokens` is false, and this server does not support it; leave it out";
-            return Err(ApiError::field("skip_special_tokens", message));
+        for name in ["skip_special_tokens", "include_reasoning"] {
+            if fields.take(name)? == Some(false) {
+                let message =
+                    format!("`{name}` is false, and this server does not support it; leave it out");
+                return Err(ApiError::field(name, message));
+            }
         }
         let mut config = shared.model.config.clone();
         if let Some(temperature) = fields.take("temperature")? {

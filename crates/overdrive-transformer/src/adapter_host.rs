@@ -34,6 +34,13 @@ impl AdapterHost for CausalLm {
         Some(&mut self.adapter_state)
     }
 
+    fn name_in_original(&self, name: &str) -> String {
+        match name.strip_prefix("model.") {
+            Some(text) if self.is_text_of_multimodal => format!("model.language_model.{text}"),
+            _ => name.to_owned(),
+        }
+    }
+
     fn is_parameter(&self, name: &str) -> bool {
         match self.config() {
             ModelConfig::Llama(config) => is_expert_parameter(config.family, name),

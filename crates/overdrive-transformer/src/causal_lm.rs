@@ -24,7 +24,7 @@ use crate::quantize::join_quantized;
 use crate::vision::VisionTower;
 use crate::{
     Error, Execution, ForwardInput, ImageFeatures, LoadOptions, ModelConfig, ParameterSpec, Result,
-    SaveOptions, checkpoint,
+    SaveOptions, checkpoint, config,
 };
 
 /// The options of a new model.
@@ -72,6 +72,8 @@ pub struct CausalLm {
     training: bool,
     /// The state that adapters keep for the model as a whole.
     pub(crate) adapter_state: AdapterState,
+    /// If `true`, transformers loads the folder of this model as a multimodal model with this one inside.
+    pub(crate) is_text_of_multimodal: bool,
     generation_config: Option<Map<String, Value>>,
 }
 
@@ -142,6 +144,7 @@ impl CausalLm {
         let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
+        model.is_text_of_multimodal = config::is_multimodal(dir)?;
         Ok(model)
     }
 
@@ -214,6 +217,7 @@ impl CausalLm {
             execution: Execution::default(),
             training: false,
             adapter_state: AdapterState::default(),
+            is_text_of_multimodal: false,
             generation_config: None,
         })
     }

@@ -11,7 +11,7 @@ use crate::adapters::adapter_names;
 use crate::config::LayerParameter;
 use crate::host::{module_copies, visit_linears};
 use crate::layer_adapters::adapters_of;
-use crate::{Error, LoraConfig, Result};
+use crate::{Error, LoraConfig, Result, TargetModules};
 
 /// Writes the adapter `name` as PEFT's `save_pretrained` does: `adapter_model.safetensors` and then
 /// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
@@ -19,7 +19,8 @@ use crate::{Error, LoraConfig, Result};
 ///
 /// The configuration has `inference_mode: true`, as PEFT's does, and `lora_dropout: 0` if experts or routers have adapters:
 /// dropout only matters in training, and PEFT refuses it there, because with transformers 5 they are parameters. The
-/// tensors are those of the adapter alone, even while it is merged.
+/// tensors are those of the adapter alone, even while it is merged. An adapter of the text model of a multimodal folder has
+/// the names of the multimodal model, over which PEFT loads it.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.
@@ -51,9 +52,11 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     };
     let has_mixture = tensors.iter().any(|(key, _)| is_of_mixture(key));
     let tensors = Places::of(host, &config)?.join(tensors)?.into_iter();
+    let in_original = |key: &str| format!("{PREFIX}{}", host.name_in_original(key));
     let tensors: Vec<_> = tensors
-        .map(|(key, tensor)| (format!("{PREFIX}{key}"), tensor))
+        .map(|(key, tensor)| (in_original(&key), tensor))
         .collect();
+    let config = for_original(host, name, config)?;
     std::fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     // PEFT's own files have this key, and transformers refuses a file without it.
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
@@ -71,6 +74,41 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     let text = config.to_json();
     overdrive_core::files::write(dir.join(CONFIG), text.as_bytes())?;
     Ok(())
+}
+
+/// Returns the configuration with the names of the model that transformers loads from the files of this one. Where they
+/// differ, it lists every layer: a name such as `q_proj` also selects layers of a vision tower there.
+fn for_original<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    name: &str,
+    mut config: LoraConfig,
+) -> Result<LoraConfig> {
+    let mut layers = Vec::new();
+    visit_linears(host, |layer, linear| {
+        let adapter = adapters_of(linear).and_then(|own| own.get(name));
+        if adapter.is_some() && config.target_parameter(layer).is_none() {
+            layers.push(layer.to_owned());
+        }
+        Ok(())
+    })?;
+    let originals = layers.iter().map(|layer| host.name_in_original(layer));
+    let originals: Vec<String> = originals.collect();
+    if originals == layers {
+        return Ok(config);
+    }
+    let rename = |name: &mut String| *name = host.name_in_original(name);
+    let lists = [&mut config.modules_to_save, &mut config.target_parameters];
+    lists.into_iter().flatten().flatten().for_each(rename);
+    let ranks = config.rank_pattern.iter_mut().map(|(name, _)| name);
+    let alphas = config.alpha_pattern.iter_mut().map(|(name, _)| name);
+    ranks.chain(alphas).for_each(rename);
+    Ok(LoraConfig {
+        target_modules: Some(TargetModules::Names(originals)),
+        exclude_modules: None,
+        layers_to_transform: None,
+        layers_pattern: None,
+        ..config
+    })
 }
 
 /// Returns the configuration that the adapter was made from.
@@ -105,7 +143,7 @@ fn config_of<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<Option
         }
     }
     Ok((!modules.is_empty()).then(|| LoraConfig {
-        target_modules: Some(crate::TargetModules::Names(Vec::new())),
+        target_modules: Some(TargetModules::Names(Vec::new())),
         modules_to_save: Some(modules),
         ..LoraConfig::default()
     }))

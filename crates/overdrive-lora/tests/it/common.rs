@@ -60,6 +60,8 @@ pub(crate) struct Host {
     pub(crate) parameters: Vec<(String, Tensor)>,
     pub(crate) state: AdapterState,
     pub(crate) head: Option<String>,
+    /// If `true`, the model is the text of a multimodal one.
+    pub(crate) is_text: bool,
 }
 
 impl Host {
@@ -129,6 +131,13 @@ impl AdapterHost for Host {
 
     fn head(&self) -> Option<&str> {
         self.head.as_deref()
+    }
+
+    fn name_in_original(&self, name: &str) -> String {
+        match name.strip_prefix("model.") {
+            Some(text) if self.is_text => format!("model.language_model.{text}"),
+            _ => name.to_owned(),
+        }
     }
 }
 

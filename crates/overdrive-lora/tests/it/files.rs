@@ -493,6 +493,62 @@ fn an_adapter_over_a_multimodal_model_is_loaded_into_its_text_model() {
 }
 
 #[test]
+fn an_adapter_of_the_text_of_a_multimodal_model_is_saved_for_the_whole_model() {
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::AllLinear),
+        rank_pattern: vec![("model.v_proj".to_owned(), 3), ("q_proj".to_owned(), 2)],
+        modules_to_save: Some(vec!["model.embed_tokens".to_owned()]),
+        ..LoraConfig::default()
+    };
+    let mut text = host();
+    text.is_text = true;
+    text.head = Some("lm_head".to_owned());
+    add_adapter(&mut text, "mine", &config, &AddOptions::default()).unwrap();
+    text.randomise("mine");
+    let folder = tempfile::tempdir().unwrap();
+    save_adapter(&mut text, "mine", folder.path()).unwrap();
+    let file = MappedFile::open(folder.path().join("adapter_model.safetensors")).unwrap();
+    let mut names: Vec<String> = file
+        .tensors()
+        .iter()
+        .map(|tensor| tensor.name().to_owned())
+        .collect();
+    names.sort_unstable();
+    let key = |name: &str| format!("base_model.model.model.language_model.{name}");
+    let expected = [
+        "embed_tokens.weight",
+        "q_proj.lora_A.weight",
+        "q_proj.lora_B.weight",
+        "v_proj.lora_A.weight",
+        "v_proj.lora_B.weight",
+    ];
+    assert_eq!(names, expected.map(key));
+    let saved = overdrive_lora::read_config(folder.path()).unwrap();
+    let layers = ["q_proj", "v_proj"].map(|name| format!("model.language_model.{name}"));
+    assert_eq!(saved.target_modules, Some(TargetModules::names(layers)));
+    assert_eq!(
+        saved.modules_to_save,
+        Some(vec!["model.language_model.embed_tokens".to_owned()])
+    );
+    let ranks = [
+        ("model.language_model.v_proj".to_owned(), 3),
+        ("q_proj".to_owned(), 2),
+    ];
+    assert_eq!(saved.rank_pattern, ranks);
+
+    let mut again = host();
+    again.head = Some("lm_head".to_owned());
+    load_adapter(
+        &mut again,
+        folder.path(),
+        "mine",
+        &LoadAdapterOptions::default(),
+    )
+    .unwrap();
+    assert_eq!(forward(&again), forward(&text));
+}
+
+#[test]
 fn experts_without_tensors_in_the_file_get_no_adapter_by_the_names_of_other_layers() {
     let options = LoadAdapterOptions::default();
     let names = [

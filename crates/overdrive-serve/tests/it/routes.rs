@@ -298,6 +298,11 @@ fn wrong_fields_are_named_with_their_value_and_range() {
             "does not support",
         ),
         (
+            json!({"include_reasoning": false}),
+            "include_reasoning",
+            "does not support",
+        ),
+        (
             json!({"stream_options": {"include_usage": true}}),
             "stream_options",
             "stream",

@@ -75,6 +75,18 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
 }
 
+/// Returns `true` for the folder of a multimodal model that transformers loads as a whole; of Qwen3.5 it loads the text.
+///
+/// # Errors
+/// As [`ModelConfig::from_dir`].
+pub(crate) fn is_multimodal(dir: &Path) -> Result<bool> {
+    let path = dir.join("config.json");
+    let value: Value =
+        serde_json::from_str(&text::read(&path)?).map_err(Common::parse("JSON", &path))?;
+    let model_type = value["model_type"].as_str().unwrap_or_default();
+    Ok(["gemma3", "gemma3n", "gemma4", "mistral3"].contains(&model_type))
+}
+
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
     gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, \

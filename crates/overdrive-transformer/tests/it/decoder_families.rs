@@ -6,6 +6,7 @@ use std::path::Path;
 
 use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
 use overdrive_lora::{AddOptions, LoraConfig, MergeOptions, add_adapter, merge_adapters};
+use overdrive_nn::AdapterHost;
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LayerType, LlamaConfig, LlamaFamily,
     LoadOptions, ModelConfig, QuantizeOptions, RopeScaling,
@@ -103,6 +104,12 @@ fn the_text_of_a_multimodal_gemma3_is_read_and_saved_as_text_alone() {
         logits(&again, &want["input_ids"]),
         logits(&model, &want["input_ids"])
     );
+    // What transformers loads from the first folder has this model inside.
+    let layer = "model.layers.0.self_attn.q_proj";
+    let original = "model.language_model.layers.0.self_attn.q_proj";
+    assert_eq!(model.name_in_original(layer), original);
+    assert_eq!(model.name_in_original("lm_head"), "lm_head");
+    assert_eq!(again.name_in_original(layer), layer);
 }
 
 #[test]
