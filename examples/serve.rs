@@ -277,7 +277,7 @@ fn answer(flags: &Flags, server: Server, name: &str, requests: Requests) -> Resu
             let mut output = JsonLines::create(&flags.output)?;
             let counts = server.run_batch(requests, |answer| output.write(&answer))?;
             print_error_line(format_args!(
-                "{} requests completed, {} failed",
+                "requests: {} completed, {} failed",
                 counts.completed, counts.failed
             ));
         }

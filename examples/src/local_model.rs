@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use overdrive::generation::{ModelFiles, Tokenizer};
 
 /// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the model
@@ -10,9 +10,28 @@ use overdrive::generation::{ModelFiles, Tokenizer};
 /// every name is a path.
 pub fn local_model(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    return with_progress(|options| overdrive::hub::model_path(name, options));
-    #[cfg(not(feature = "hub"))]
+    let name = &with_progress(|options| overdrive::hub::model_path(name, options))?;
+    refuse_checkpoints(name, "config.json")?;
     Ok(name.to_owned())
+}
+
+/// Refuses the output folder of Python's `Trainer`, whose models are in its folders `checkpoint-N`.
+fn refuse_checkpoints(folder: &Path, file: &str) -> Result<()> {
+    if !folder.is_dir() || folder.join(file).exists() {
+        return Ok(());
+    }
+    let checkpoint = |path: PathBuf| {
+        let step = path.file_name()?.to_str()?.strip_prefix("checkpoint-")?;
+        let step = step.parse::<u64>().ok()?;
+        path.join(file).exists().then_some((step, path))
+    };
+    let entries = std::fs::read_dir(folder)?.flatten();
+    let checkpoints = entries.filter_map(|entry| checkpoint(entry.path()));
+    if let Some((_, newest)) = checkpoints.max() {
+        let (folder, newest) = (folder.display(), newest.display());
+        bail!("{folder} has no {file}; give one of its checkpoints, such as {newest}");
+    }
+    Ok(())
 }
 
 /// Returns the tokenizer of the draft model at `path`; `None` for a folder without one.
@@ -26,8 +45,8 @@ pub fn assistant_tokenizer(path: &Path) -> Result<Option<Tokenizer>> {
 /// Returns the path of an adapter, as [`local_model`] does.
 pub fn local_adapter(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    return with_progress(|options| overdrive::hub::adapter_path(name, options));
-    #[cfg(not(feature = "hub"))]
+    let name = &with_progress(|options| overdrive::hub::adapter_path(name, options))?;
+    refuse_checkpoints(name, "adapter_config.json")?;
     Ok(name.to_owned())
 }
 

@@ -275,3 +275,26 @@ fn json_lines_that_find_no_room_are_whole() {
     assert!(text.len() > 1000);
     assert!(text.lines().all(|line| line == "\"a line of text\"") && text.ends_with('\n'));
 }
+
+#[test]
+fn the_folder_of_a_training_in_python_names_its_newest_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("output");
+    for step in ["checkpoint-20", "checkpoint-100", "0_Transformer", "runs"] {
+        fs::create_dir_all(output.join(step)).unwrap();
+        if step != "runs" {
+            fs::write(output.join(step).join("config.json"), "{}").unwrap();
+        }
+    }
+    let error = overdrive_examples::local_model(&output)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("has no config.json") && error.ends_with("checkpoint-100"),
+        "{error}"
+    );
+    let newest = output.join("checkpoint-100");
+    assert_eq!(overdrive_examples::local_model(&newest).unwrap(), newest);
+    // Without any, what is missing is named when it is read.
+    assert_eq!(overdrive_examples::local_adapter(&output).unwrap(), output);
+}
