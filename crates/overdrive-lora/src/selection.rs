@@ -27,8 +27,9 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     let is_by_type = config.target_modules == Some(TargetModules::AllLinear);
     let mut layers = Vec::new();
     for name in &names {
-        let is_linear =
-            !is_by_type || !host.is_parameter(name) || config.target_parameter(name).is_some();
+        let is_linear = !is_by_type
+            || !host.is_unknown_to_peft(name)
+            || config.target_parameter(name).is_some();
         if is_linear && matcher.targets(name)? {
             layers.push(name.clone());
         }

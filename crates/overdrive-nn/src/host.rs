@@ -76,9 +76,9 @@ pub trait AdapterHost {
         None
     }
 
-    /// Returns `true` if the layer `name` is a parameter, or a part of one, in the original implementation of the model:
-    /// PEFT has no linear layer there, so that `all-linear` leaves it out. The default is `false`.
-    fn is_parameter(&self, name: &str) -> bool {
+    /// Returns `true` if PEFT with transformers 5 gives the layer `name` no adapter by `target_modules`: it is a parameter
+    /// there, or its name stands for a parameter of the experts. `all-linear` leaves it out. The default is `false`.
+    fn is_unknown_to_peft(&self, name: &str) -> bool {
         let _ = name;
         false
     }

@@ -2,7 +2,7 @@ use overdrive_nn::{AdapterHost, AdapterState, Linear, Result};
 use tch::Tensor;
 
 use crate::causal_lm::Backbone;
-use crate::moe::is_expert_parameter;
+use crate::moe::is_unknown_to_peft;
 use crate::projections::visit_linear;
 use crate::{CausalLm, ModelConfig};
 
@@ -41,9 +41,9 @@ impl AdapterHost for CausalLm {
         }
     }
 
-    fn is_parameter(&self, name: &str) -> bool {
+    fn is_unknown_to_peft(&self, name: &str) -> bool {
         match self.config() {
-            ModelConfig::Llama(config) => is_expert_parameter(config.family, name),
+            ModelConfig::Llama(config) => is_unknown_to_peft(config.family, name),
             ModelConfig::Gpt2(_) => false,
         }
     }

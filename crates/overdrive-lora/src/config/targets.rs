@@ -11,7 +11,7 @@ pub enum TargetModules {
     /// A regular expression in Python's syntax that matches the whole name.
     Pattern(String),
     /// Every linear layer except the head, and those that are
-    /// [parameters](overdrive_nn::AdapterHost::is_parameter) in the original.
+    /// [unknown to PEFT](overdrive_nn::AdapterHost::is_unknown_to_peft).
     AllLinear,
 }
 

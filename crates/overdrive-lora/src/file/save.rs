@@ -91,6 +91,15 @@ fn for_original<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
+    let mut unknown = layers.iter().filter(|layer| host.is_unknown_to_peft(layer));
+    if let Some(first) = unknown.next() {
+        tracing::warn!(
+            "PEFT with transformers 5 does not load the adapters of {} layers of this model ({first}, ...), which are parameters \
+             there or have the name of one; merge the adapter for Python, or train with `target_modules: all-linear` or \
+             `target_parameters`",
+            unknown.count() + 1
+        );
+    }
     let originals = layers.iter().map(|layer| host.name_in_original(layer));
     let originals: Vec<String> = originals.collect();
     if originals == layers {

@@ -21,7 +21,7 @@ mod tests;
 pub(crate) use balance::{ExpertLoad, LoadBalance};
 pub(crate) use layer::MixtureOfExperts;
 pub(crate) use names::{
-    correction_name, expert_of, is_correction, is_expert_parameter, router_scale_names,
+    correction_name, expert_of, is_correction, is_unknown_to_peft, router_scale_names,
 };
 pub(crate) use parameters::{adjacent, weights};
 pub(crate) use router::Routing;

@@ -52,13 +52,22 @@ pub(crate) fn is_of_expert(name: &str) -> bool {
     name.contains(".experts.")
 }
 
-/// Returns `true` for an expert's layer and a router that no version of transformers has as a linear layer. Those of the other
-/// families were linear layers before version 5, and PEFT converts adapters of them.
-pub(crate) fn is_expert_parameter(family: LlamaFamily, module: &str) -> bool {
-    let is_parameter = family.has_packed_experts() || family == LlamaFamily::Qwen35Moe;
-    // The router of Gemma 4 has a linear layer inside.
-    let is_router = module.ends_with(".mlp.router") || module.ends_with(".mlp.gate");
-    is_parameter && (is_router || is_of_expert(module))
+/// Returns `true` for a layer that PEFT 0.21 with transformers 5 gives no adapter by its name.
+pub(crate) fn is_unknown_to_peft(family: LlamaFamily, module: &str) -> bool {
+    use LlamaFamily::{DeepseekV2, DeepseekV3, Qwen2Moe, Qwen3Moe, Qwen3Next, Qwen35Moe};
+    let is_expert = is_of_expert(module);
+    match family {
+        // PEFT takes these names for those of the experts' parameters, and the layers of that name outside get nothing.
+        Qwen3Moe | Qwen3Next | DeepseekV2 | DeepseekV3 => {
+            let name = module.rsplit('.').next().unwrap_or_default();
+            !is_expert && PARTS[1].contains(&name)
+        }
+        // Experts and routers are parameters. The router of Gemma 4 has a linear layer inside.
+        _ if family.has_packed_experts() || matches!(family, Qwen2Moe | Qwen35Moe) => {
+            is_expert || module.ends_with(".mlp.router") || module.ends_with(".mlp.gate")
+        }
+        _ => false,
+    }
 }
 
 /// Returns the names of the factors of the channels and of the experts in a router of Gemma 4.

@@ -184,7 +184,7 @@ fn each_row_has_its_adapter_of_the_experts_and_the_router() {
 }
 
 #[test]
-fn all_linear_selects_what_is_a_linear_layer_in_transformers() {
+fn all_linear_selects_what_peft_gives_an_adapter() {
     let has = |case: &str, targets: Option<&[&str]>| {
         let config = LoraConfig {
             target_modules: Some(TargetModules::AllLinear),
@@ -192,11 +192,26 @@ fn all_linear_selects_what_is_a_linear_layer_in_transformers() {
             ..LoraConfig::default()
         };
         let added = add_adapter(&mut load(case), "a", &config, &AddOptions::default()).unwrap();
-        move |part: &str| added.iter().filter(|name| name.contains(part)).count()
+        // A bar is after each name.
+        move |part: &str| {
+            added
+                .iter()
+                .filter(|name| format!("{name}|").contains(part))
+                .count()
+        }
     };
-    // Both were linear layers before version 5 of transformers, and PEFT converts their adapters.
+    // Both were linear layers before version 5 of transformers, and PEFT converts their adapters, but takes the names of the
+    // dense layer for those of experts.
     let layers = has("qwen3_moe", None);
-    assert_eq!((layers(".mlp.gate"), layers(".experts.")), (3, 2 * 12 * 3));
+    assert_eq!((layers(".mlp.gate|"), layers(".experts.")), (2, 2 * 12 * 3));
+    assert_eq!((layers("q_proj"), layers(".mlp.down_proj")), (3, 0));
+    let layers = has("deepseek_v3", None);
+    assert!(layers(".mlp.gate|") > 0 && layers(".experts.") > 0);
+    assert_eq!(layers(".shared_experts."), 0);
+    // Nothing converts those of Qwen2-MoE.
+    let layers = has("qwen2_moe", None);
+    assert_eq!((layers(".mlp.gate|"), layers(".experts.")), (0, 0));
+    assert!(layers(".shared_expert.down_proj") > 0 && layers("shared_expert_gate") > 0);
     let layers = has("gpt_oss", None);
     assert_eq!(
         (layers("q_proj"), layers(".router"), layers(".experts.")),
