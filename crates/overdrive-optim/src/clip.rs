@@ -245,6 +245,10 @@ fn one_norm(tensor: &Tensor, norm_type: f64) -> Result<Tensor> {
 }
 
 fn scale_down(buckets: &[GradientBucket], max_norm: f64, norm: &Tensor) -> Result<()> {
+    // Only measured: no pass over the gradients, and an infinite norm does not turn them into NaN.
+    if max_norm == f64::INFINITY {
+        return Ok(());
+    }
     let coefficient = norm
         .f_add_scalar(NORM_EPSILON)?
         .f_reciprocal()?

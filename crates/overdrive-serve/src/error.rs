@@ -23,7 +23,7 @@ pub enum Error {
         file: String,
         /// The line, from 1.
         line: usize,
-        /// What is wrong.
+        /// The problem, as the end of the message.
         problem: String,
     },
     /// An answer to a request of a file could not be written.

@@ -98,6 +98,20 @@ fn a_nonfinite_norm_is_an_error_only_if_the_option_is_set() {
 }
 
 #[test]
+fn an_infinite_limit_measures_the_norm_and_leaves_the_gradients() {
+    for gradient in [[3.0f32, 4.0], [1.0, f32::INFINITY]] {
+        let parameter = with_grad(&Tensor::from_slice(&gradient));
+        let parameters = [parameter.shallow_clone()];
+        let norm = clip_grad_norm(&parameters, f64::INFINITY, ClipOptions::default()).unwrap();
+        assert_eq!(
+            norm.double_value(&[]),
+            f64::from(gradient[0].hypot(gradient[1]))
+        );
+        assert_eq!(parameter.grad(), Tensor::from_slice(&gradient));
+    }
+}
+
+#[test]
 fn mixed_kinds_are_clipped_together() {
     let parameters = [
         with_grad(&Tensor::from_slice(&[3f32])),
