@@ -83,7 +83,7 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 /// # Errors
 /// [`Error::Common`] for a CorDA adapter without [`LoadAdapterOptions::residual_base`];
 /// [`Error::Checkpoint`] with every tensor that is missing, unexpected or has the wrong shape;
-/// [`Error::NoTarget`] and others as for [`add_adapter`]. The model is then unchanged.
+/// [`Error::NoTarget`] and others as for [`add_adapter`](crate::add_adapter). The model is then unchanged.
 pub fn load_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     dir: impl AsRef<Path>,
