@@ -19,7 +19,8 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::lora::trainable_parameters;
 use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
-    ClassificationTask, RunOptions, TrainingArguments, TrainingRun, exit, print_line,
+    ClassificationTask, IntervalStrategy, RunOptions, TrainingArguments, TrainingRun, exit,
+    print_line,
 };
 use overdrive_examples::local_model;
 use tch::Device;
@@ -91,6 +92,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         num_train_epochs: flags.epochs as f64,
         max_steps: -1,
         logging_steps: 10.0,
+        eval_strategy: IntervalStrategy::Epoch,
         per_device_train_batch_size: flags.batch_size.into(),
         learning_rate: flags
             .learning_rate
@@ -109,11 +111,12 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
             run.forward_backward(batch, |batch| task.loss(batch))?;
         }
         run.step()?;
+        run.evaluate_if_due(|| task.evaluate(&test, batch_size))?;
         run.save_if_due()?;
     }
     run.finish()?;
+    let accuracy = task.evaluate(&test, batch_size)?.metrics["accuracy"];
     task.model.set_training(false)?;
-    let accuracy = task.accuracy(&test, batch_size)?;
     let (of, percent) = (test.len(), 100.0 * accuracy);
     print_line(format_args!(
         "{percent:.1}% of {of} held-out texts are classified correctly"

@@ -18,8 +18,8 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    DpoArgs, DpoArguments, Finetuned, PreferenceTask, RewardTotals, RunEnd, RunOptions,
-    TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
+    DpoArgs, DpoArguments, Finetuned, PreferenceTask, RewardMetrics, RewardTotals, RunEnd,
+    RunOptions, TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -87,7 +87,6 @@ pub(crate) fn train(
 
     let mut rewards = RewardTotals::default();
     run.evaluate_on_start(|| task.evaluate(arguments, group))?;
-    task.held_out_rewards = None; // they belong to no step
     while let Some(batches) = run.next_batches(&mut loader)? {
         for batch in &batches {
             let reference = run.forward(|| task.reference_log_probs(batch))?;
@@ -99,9 +98,7 @@ pub(crate) fn train(
         run.evaluate_if_due(|| task.evaluate(arguments, group))?;
         let log_due = run.plan().log_due(run.steps());
         let means = log_due.then(|| rewards.take_mean(group)).transpose()?;
-        run.log(means.iter().flat_map(|means| means.named("")));
-        let held_out = task.held_out_rewards.take();
-        run.log(held_out.iter().flat_map(|means| means.named("eval_")));
+        run.log(means.iter().flat_map(RewardMetrics::named));
         run.save_if_due()?;
         if let Some(means) = means {
             run.print(means);

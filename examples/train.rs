@@ -64,6 +64,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));
     }
+    arguments.check_metric(&["bits_per_byte"])?;
     if flags.check {
         let found = arguments.check_run(device, group.world_size())?;
         say(&found.to_string());
@@ -121,7 +122,8 @@ fn train(
         model.set_training(false)?;
         let loss = evaluate(model, batches, precision, group)?;
         model.set_training(true)?;
-        Ok(Evaluation::new(loss, data.validation.bits_per_byte(loss)))
+        let bits = data.validation.bits_per_byte(loss);
+        Ok(Evaluation::new(loss).with_metric("bits_per_byte", bits))
     };
 
     model.set_training(true)?;
@@ -140,7 +142,7 @@ fn train(
     let (summary, averages) = run.finish()?;
     if group.is_main() && summary.end() == RunEnd::Finished {
         model.set_training(false)?;
-        let results = write_results(&folder, arguments, data, &model, summary.best, averages)?;
+        let results = write_results(&folder, arguments, data, &model, &summary, averages)?;
         print_line(format_args!("{summary}{results}"));
     }
     Ok(summary.end())

@@ -33,6 +33,7 @@ mod error;
 mod host;
 mod joint;
 mod linear;
+pub mod multimodal;
 mod row_choice;
 mod rows;
 mod weight;

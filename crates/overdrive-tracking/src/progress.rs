@@ -206,6 +206,11 @@ fn evaluation(metrics: &StepMetrics) -> Option<String> {
     if let Some(bits) = metrics.eval_bits_per_byte {
         text.push_str(&format!(", {bits:.3} bits per byte"));
     }
+    for (name, value) in &metrics.extra {
+        if let (Some(name), Some(value)) = (name.strip_prefix("eval_"), value.as_f64()) {
+            text.push_str(&format!(", {name} {value:.3}"));
+        }
+    }
     Some(text)
 }
 
@@ -326,11 +331,14 @@ mod tests {
         let metrics = StepMetrics {
             eval_loss: Some(4.4321),
             eval_bits_per_byte: Some(2.0101),
+            extra: [("eval_accuracy", 0.5), ("rate", 1.0)]
+                .map(|(name, value)| (name.to_owned(), value.into()))
+                .into(),
             ..step(5)
         };
         progress.update(&metrics);
         let text = log.text();
-        let line = "eval at step 5: loss 4.432, 2.010 bits per byte";
+        let line = "eval at step 5: loss 4.432, 2.010 bits per byte, accuracy 0.500";
         assert_eq!(text.lines().nth(1), Some(line), "{text}");
     }
 

@@ -1,4 +1,4 @@
-use overdrive_nn::{AdapterHost, AdapterState, Linear, Result};
+use overdrive_nn::{AdapterHost, AdapterState, Linear, Result, multimodal};
 use tch::Tensor;
 
 use crate::causal_lm::Backbone;
@@ -35,9 +35,9 @@ impl AdapterHost for CausalLm {
     }
 
     fn name_in_original(&self, name: &str) -> String {
-        match name.strip_prefix("model.") {
-            Some(text) if self.is_text_of_multimodal => format!("model.language_model.{text}"),
-            _ => name.to_owned(),
+        match self.is_text_of_multimodal {
+            true => multimodal::original_name(name),
+            false => name.to_owned(),
         }
     }
 

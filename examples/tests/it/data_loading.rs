@@ -105,7 +105,7 @@ fn train(folder: &Path, arguments: &TrainingArguments) -> RunSummary {
         &mut |model| {
             let batches = data.validation_loader(arguments, Device::Cpu)?;
             let loss = evaluate(model, batches, Precision::Fp32, &group)?;
-            Ok(Evaluation::new(loss, None))
+            Ok(Evaluation::new(loss))
         },
     );
     trained.unwrap().0

@@ -84,7 +84,7 @@ fn assert_learned(tuned: &Finetuned) {
     // Before the first step the policy is the reference.
     assert!((losses[0] - LN_2).abs() < 1e-5, "{losses:?}");
     assert!(losses[29] < 0.5 * LN_2, "{losses:?}");
-    let held_out = tuned.summary.evaluation.unwrap().loss;
+    let held_out = tuned.summary.evaluation.as_ref().unwrap().loss;
     assert!(held_out < 0.5 * LN_2, "{held_out}");
 }
 
@@ -106,7 +106,7 @@ fn the_margin_of_held_out_answers_grows_and_the_adapter_is_read_again() {
     ] {
         assert!(lines.contains(expected), "{expected}: {lines}");
     }
-    let evaluation = tuned.summary.evaluation.unwrap().loss;
+    let evaluation = tuned.summary.evaluation.as_ref().unwrap().loss;
     let written = tuned.write("base").unwrap().unwrap();
     assert!(written.samples[0].prompt.ends_with('='));
 

@@ -161,7 +161,7 @@ fn a_run_leaves_an_adapter_that_gives_the_trained_model_again() {
     }
     let losses = &results.summary.losses;
     assert!(losses[19] < losses[0], "{losses:?}");
-    let evaluation = results.summary.evaluation.unwrap().loss;
+    let evaluation = results.summary.evaluation.as_ref().unwrap().loss;
     assert!(evaluation < losses[0], "{evaluation} {losses:?}");
     assert!(results.samples[0].prompt.ends_with('='));
     assert!(

@@ -139,7 +139,8 @@ pub(crate) fn fit_with(
         let mut evaluations = 0;
         fit::fit(arguments, &group, options, model, loader, &mut |_| {
             evaluations += 1;
-            Ok(Evaluation::new(evaluation(evaluations), None))
+            let loss = evaluation(evaluations);
+            Ok(Evaluation::new(loss).with_metric("score", -loss))
         })
     };
     let run = AssertUnwindSafe(|| run_once(&mut model));
@@ -520,7 +521,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 0.5][evaluation as usize - 1];
     let (summary, model) = train(dir.path(), &best, "run", u64::MAX / 8, &found);
     let summary = summary.unwrap();
-    let best_of = |summary: &RunSummary| summary.best.map(|best| (best.step, best.metric));
+    let best_of = |summary: &RunSummary| summary.best.as_ref().map(|best| (best.step, best.metric));
     assert_eq!(
         (summary.losses.len(), best_of(&summary)),
         (10, Some((4, 1.0)))
@@ -529,7 +530,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     let shown = summary.to_string();
     let line = "the weights are the best ones: eval_loss 1.000 at step 4\n";
     assert!(shown.ends_with(line), "{shown}");
-    assert_eq!(summary.evaluation.unwrap().loss, 2.2);
+    assert_eq!(summary.evaluation.as_ref().unwrap().loss, 2.2);
     let run = dir.path().join("run");
     let kept = |step: u64| run.join(format!("checkpoint-{step}")).exists();
     assert!(kept(4) && kept(10) && !kept(2) && !kept(6) && !kept(8));
@@ -541,6 +542,15 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     {
         assert_eq!(one, other, "{name}");
     }
+    // By a metric of the program, of which a greater value is better.
+    let by_score = TrainingArguments {
+        metric_for_best_model: Some("eval_score".to_owned()),
+        ..best.clone()
+    };
+    let (by_score, _) = train(dir.path(), &by_score, "score", u64::MAX / 8, &found);
+    assert_eq!(best_of(&by_score.unwrap()), Some((4, -1.0)));
+    let metrics = read_metrics(dir.path().join("score/metrics.jsonl")).unwrap();
+    assert_eq!(metrics.records[3].extra["eval_score"], -1.0);
     // It is over: going on does no step, and gives the best weights again.
     let again = TrainingArguments {
         resume_from_checkpoint: latest(),
@@ -666,10 +676,6 @@ fn what_cannot_be_meant_is_refused_before_anything_is_loaded() {
         (
             refused(|a| a.early_stopping_patience = Some(2)),
             "eval_strategy",
-        ),
-        (
-            refused(|a| a.metric_for_best_model = Some("accuracy".into())),
-            "bits_per_byte",
         ),
         (
             refused(|a| {

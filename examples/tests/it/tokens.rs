@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use overdrive::datasets::{TokenStore, load_tokenizer};
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    IntervalStrategy, ModelArguments, RunFolder, TextData, TrainingArguments, new_model,
-    write_results,
+    IntervalStrategy, ModelArguments, RunFolder, RunSummary, TextData, TrainingArguments,
+    new_model, write_results,
 };
 use tch::Device;
 
@@ -175,7 +175,15 @@ fn samples_continue_documents_of_a_file_that_is_emptied_after_the_last_step() {
         .write(true)
         .open(out.join("text.tokens"));
     tokens.unwrap().set_len(0).unwrap();
-    let results = write_results(&run, &arguments, &data, &model, None, None).unwrap();
+    let results = write_results(
+        &run,
+        &arguments,
+        &data,
+        &model,
+        &RunSummary::default(),
+        None,
+    )
+    .unwrap();
     assert_eq!(results.samples.len(), 2);
     assert!(results.samples[0].prompt.starts_with("document "));
 }

@@ -7,8 +7,8 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    ModelArguments, RunFolder, RunOptions, TextData, TrainingArguments, TrainingRun, batch_loss,
-    new_model, write_results,
+    ModelArguments, RunFolder, RunOptions, RunSummary, TextData, TrainingArguments, TrainingRun,
+    batch_loss, new_model, write_results,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -94,7 +94,15 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let losses = training.finish().unwrap().0.losses;
     let after = loss_now();
 
-    let results = write_results(&run, &arguments, &data, &model, None, None).unwrap();
+    let results = write_results(
+        &run,
+        &arguments,
+        &data,
+        &model,
+        &RunSummary::default(),
+        None,
+    )
+    .unwrap();
     assert_eq!((results.steps, results.samples.len()), (30, 2));
     assert!(
         results.samples[0].prompt.starts_with("Document"),

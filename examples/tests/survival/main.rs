@@ -172,10 +172,7 @@ fn train_once(
                 Interrupt::install()?.request();
             }
             let batches = data.validation_loader(arguments, shard)?;
-            Ok(Evaluation::new(
-                evaluate(model, batches, precision, group)?,
-                None,
-            ))
+            Ok(Evaluation::new(evaluate(model, batches, precision, group)?))
         },
     )?;
     Ok(summary)

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use overdrive_nn::AdapterHost;
+use overdrive_nn::{AdapterHost, multimodal};
 use overdrive_safetensors::StoredTensor;
 
 use crate::config::{LayerParameter, TokenIndices};
@@ -18,9 +18,10 @@ pub(super) fn keep_text<H: AdapterHost + ?Sized>(
 ) -> Result<LoraConfig> {
     let mut is_text = true;
     visit_linears(host, |name, _| {
-        is_text &= !is_multimodal(name);
+        is_text &= multimodal::text_name(name).is_none();
         Ok(())
     })?;
+    let is_multimodal = |key: &str| multimodal::text_name(key).is_some();
     if !is_text || !stored.keys().any(|key| is_multimodal(key)) {
         return Ok(config);
     }
@@ -80,23 +81,9 @@ pub(super) fn keep_text<H: AdapterHost + ?Sized>(
     Ok(config)
 }
 
-const TEXT: &str = "language_model.";
-
-fn is_multimodal(name: &str) -> bool {
-    name.strip_prefix("model.")
-        .unwrap_or(name)
-        .starts_with(TEXT)
-}
-
-/// Returns the name in the text model. transformers 5 has `model.language_model.layers` and `lm_head`, older versions
-/// `language_model.model.layers` and `language_model.lm_head`.
+/// Returns the name in the text model.
 fn text_name(name: &str) -> String {
-    let part = name.strip_prefix("model.").unwrap_or(name);
-    match part.strip_prefix(TEXT) {
-        None => name.to_owned(),
-        Some(text) if text.starts_with("model.") || text.starts_with("lm_head") => text.to_owned(),
-        Some(text) => format!("model.{text}"),
-    }
+    multimodal::text_name(name).unwrap_or_else(|| name.to_owned())
 }
 
 /// Returns the pattern with the names of the text model.

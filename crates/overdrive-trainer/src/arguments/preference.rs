@@ -29,6 +29,15 @@ options! {
     }
 }
 
+/// The means of the rewards of pairs, under the names of TRL: of the chosen and of the rejected answers, the share of pairs
+/// whose chosen answer has the larger reward, and the difference between the rewards.
+pub(crate) const REWARDS: [&str; 4] = [
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+];
+
 impl DpoConfig {
     /// Checks the ranges of the options.
     ///

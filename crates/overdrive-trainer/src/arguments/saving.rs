@@ -9,25 +9,20 @@ use overdrive_snapshot::{Best, Snapshot, SnapshotOptions};
 use super::choices::{IntervalStrategy, ResumeFromCheckpoint, SaveStrategy};
 use super::training::TrainingArguments;
 use crate::Result;
-use crate::error::{invalid, refuse};
+use crate::error::{invalid, listed, refuse};
 
 /// The file of the arguments in the folder of a run.
 pub(crate) const ARGUMENTS: &str = "training_args.json";
 
-/// A metric by which models are compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Metric {
-    Loss,
-    BitsPerByte,
-}
+/// The name of the mean loss in bits per byte of text among the metrics of an evaluation.
+pub(crate) const BITS_PER_BYTE: &str = "bits_per_byte";
 
 impl TrainingArguments {
     /// Returns the options of the snapshots.
     pub(crate) fn snapshot_options(&self) -> SnapshotOptions {
-        let best = match self.greater_is_better {
-            Some(true) => Best::Highest,
-            // Both metrics, loss and bits per byte, are better if lower.
-            _ => Best::Lowest,
+        let best = match self.is_greater_better() {
+            true => Best::Highest,
+            false => Best::Lowest,
         };
         SnapshotOptions {
             total_limit: self.save_total_limit,
@@ -48,7 +43,7 @@ impl TrainingArguments {
         Ok(EarlyStopping::new(EarlyStoppingConfig {
             early_stopping_patience: self.early_stopping_patience,
             early_stopping_threshold: self.early_stopping_threshold,
-            greater_is_better: self.greater_is_better.unwrap_or(false),
+            greater_is_better: self.is_greater_better(),
         })?)
     }
 
@@ -86,7 +81,6 @@ impl TrainingArguments {
 
     /// Checks the keys about snapshots against each other.
     pub(crate) fn validate_saving(&self) -> Result<()> {
-        self.metric()?;
         let never = |allowed: &str| {
             format!(
                 "{allowed} with `eval_strategy: no`, because only evaluations find the best model; set \
@@ -136,30 +130,48 @@ impl TrainingArguments {
         }
     }
 
-    /// Checks that evaluations, if there are any, have the metric that `metric_for_best_model` names.
-    pub(crate) fn check_metric(&self, counts_bytes: bool) -> Result<()> {
+    /// Checks before a run that its evaluations, if there are any, have the metric that `metric_for_best_model` names: the
+    /// loss, or one of `others`, which are those of the program's [`Evaluation`](crate::Evaluation). Without this check, the
+    /// first evaluation is the error.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) with the names.
+    pub fn check_metric(&self, others: &[&str]) -> Result<()> {
         let evaluates = self.eval_on_start || self.eval_strategy != IntervalStrategy::No;
-        match self.metric()? {
-            Metric::BitsPerByte if evaluates && !counts_bytes => not_counted(),
+        match self.best_metric() {
+            name if evaluates && name != "loss" && !others.contains(&name) => {
+                no_metric(name, others.iter().copied())
+            }
             _ => Ok(()),
         }
     }
 
-    /// Returns the metric that `metric_for_best_model` names.
-    pub(crate) fn metric(&self) -> Result<Metric> {
+    /// Returns the name of the metric that determines the best model, without the prefix `eval_`, which transformers accepts
+    /// too.
+    pub(crate) fn best_metric(&self) -> &str {
         let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
-        // transformers prefixes evaluation metrics with `eval_` and accepts names without it.
-        match name.strip_prefix("eval_").unwrap_or(name) {
-            "loss" => Ok(Metric::Loss),
-            "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => invalid("metric_for_best_model", name, "`loss` or `bits_per_byte`"),
-        }
+        name.strip_prefix("eval_").unwrap_or(name)
+    }
+
+    /// Returns `true` if a greater value of that metric is better. As in transformers, losses are better if lower, which bits
+    /// per byte are too, and all others if greater.
+    fn is_greater_better(&self) -> bool {
+        let name = self.best_metric();
+        let is_loss = name.ends_with("loss") || name == BITS_PER_BYTE;
+        self.greater_is_better.unwrap_or(!is_loss)
     }
 }
 
-/// Returns the error for a task that has no bits per byte.
-pub(crate) fn not_counted<T>() -> Result<T> {
-    let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
-                    as nanoGPT's";
-    invalid("metric_for_best_model", "bits_per_byte", expected)
+/// Returns the error for an evaluation without the metric `name`, which has the loss and `others`.
+pub(crate) fn no_metric<'n, T>(name: &str, others: impl Iterator<Item = &'n str>) -> Result<T> {
+    let names: Vec<&str> = std::iter::once("loss").chain(others).collect();
+    let expected = match names.len() {
+        1 if name == BITS_PER_BYTE => {
+            "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such as nanoGPT's"
+                .to_owned()
+        }
+        1 => "`loss`, the only metric of these evaluations".to_owned(),
+        _ => format!("a metric of the evaluations: {}", listed(&names)),
+    };
+    invalid("metric_for_best_model", name, expected)
 }

@@ -207,10 +207,11 @@ options! {
             resume_with_changes: bool = false => Both("");
             /// If `true`, the weights of the best snapshot are loaded at the end. Default `false`.
             load_best_model_at_end: bool = false => Both("");
-            /// The metric that determines the best snapshot: loss or bits_per_byte, also with the prefix `eval_`; bits
-            /// per byte need text whose bytes are known. Default: loss.
+            /// The metric that determines the best snapshot: loss or another metric of the evaluations, such as
+            /// bits_per_byte where the bytes of the text are known, also with the prefix `eval_`. Default: loss.
             metric_for_best_model: Option<String> = None => Both("NAME");
-            /// If `true`, a greater value of that metric is better. Default `false`.
+            /// If `true`, a greater value of that metric is better. Default: true unless the metric is a loss or bits per
+            /// byte.
             greater_is_better: Option<bool> = None => Both("");
             /// The number of consecutive evaluations without improvement after which the run ends. Default: never.
             early_stopping_patience: Option<u32> = None => Both("N", spellings: &["patience"]);

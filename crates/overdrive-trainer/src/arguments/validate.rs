@@ -108,8 +108,6 @@ impl FinetuneArguments {
             (self.training.eval_on_start && never_evaluates, "eval_on_start", &true,
                 "false with `eval_strategy: no`, because no record is held out; set `eval_strategy` (`--eval-steps N`)"),
         ])?;
-        // The tokens of a conversation include those of the template, so bytes of text cannot be counted.
-        self.training.check_metric(false)?;
         self.refuse_unread()?;
         self.lora_config().validate()?;
         Ok(())

@@ -16,7 +16,7 @@ use super::shard::DataShard;
 use super::text_source::TextSource;
 use super::token_files::TokenFiles;
 use crate::Result;
-use crate::arguments::{SequenceMode, TrainingArguments};
+use crate::arguments::{BITS_PER_BYTE, SequenceMode, TrainingArguments};
 use crate::error::invalid;
 
 /// The number of tokens of a prompt of the samples.
@@ -297,7 +297,10 @@ impl TextData {
         // evaluation.
         self.train_loader(arguments, Device::Cpu)?;
         self.validation_loader(arguments, Device::Cpu)?;
-        arguments.check_metric(self.validation.bits_per_byte(1.0).is_some())?;
+        if arguments.best_metric() == BITS_PER_BYTE && self.validation.bits_per_byte(1.0).is_none()
+        {
+            arguments.check_metric(&[])?;
+        }
         // Tokens without a tokenizer have no text.
         if self.tokenizer.is_some() {
             self.prompts = prompts(&self.validation, arguments)?;

@@ -14,7 +14,7 @@ use super::folder::RunFolder;
 use super::plan::TrainingPlan;
 use super::training_run::shared;
 use crate::Result;
-use crate::arguments::{Metric, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{ResumeFromCheckpoint, TrainingArguments};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
@@ -84,23 +84,23 @@ impl TrainingArguments {
 }
 
 /// The snapshot with the best metric.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BestModel {
     /// The step of the snapshot.
     pub step: u64,
     /// The value of `metric_for_best_model` at this step.
     pub metric: f64,
-    /// If `true`, the metric is in bits per byte, else the validation loss.
-    pub is_bits_per_byte: bool,
+    /// The name of that metric, without the prefix `eval_`.
+    pub name: String,
 }
 
 impl std::fmt::Display for BestModel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let name = match self.is_bits_per_byte {
-            true => "eval_bits_per_byte",
-            false => "eval_loss",
-        };
-        write!(f, "{name} {:.3} at step {}", self.metric, self.step)
+        write!(
+            f,
+            "eval_{} {:.3} at step {}",
+            self.name, self.metric, self.step
+        )
     }
 }
 
@@ -120,7 +120,6 @@ pub(crate) fn load_best(
     // Handles: the copy writes through to the model's own parameters.
     let targets = shared(parameters);
     // Only rank 0 reads the file; the broadcast gives the others the same weights.
-    let is_bits_per_byte = arguments.metric()? == Metric::BitsPerByte;
     let found = group.on_main("load the best snapshot", || -> Result<_> {
         let Some(best) = snapshots.best()? else {
             return Ok(None);
@@ -135,7 +134,7 @@ pub(crate) fn load_best(
         Ok(Some(BestModel {
             step: best.step(),
             metric,
-            is_bits_per_byte,
+            name: arguments.best_metric().to_owned(),
         }))
     })?;
     // All parameters are broadcast: they are replicated even if optimizer states are sharded.

@@ -99,7 +99,7 @@ impl fmt::Display for RunSummary {
         for target in &self.targets {
             writeln!(f, "{target}")?;
         }
-        if let Some(best) = self.best {
+        if let Some(best) = &self.best {
             writeln!(f, "the weights are the best ones: {best}")?;
         }
         Ok(())

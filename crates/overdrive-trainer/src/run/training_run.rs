@@ -305,8 +305,8 @@ impl TrainingRun {
         stepped.stop = stop;
         if !stop {
             found.apply_to(&mut stepped.metrics);
-            self.log.summary.evaluation = Some(found);
             let value = self.arguments.best_model_metric(&found)?;
+            self.log.summary.evaluation = Some(found);
             stepped.metric = Some(value);
             stepped.improved = self
                 .state

@@ -16,7 +16,7 @@ use overdrive_transformer::{
 };
 use tch::{Device, Kind, Tensor};
 
-use crate::{MicroBatch, Result};
+use crate::{Evaluation, MicroBatch, Result};
 
 /// A sequence classifier, its tokenizer and its texts, ready for training.
 #[derive(Debug)]
@@ -153,20 +153,26 @@ impl ClassificationTask {
         Ok(loss.mean()?)
     }
 
-    /// Returns the fraction of the texts `test` whose class has the largest logit, in batches of `size`.
+    /// Returns the mean loss of the texts `test`, and as `accuracy` the fraction whose class has the largest logit, without
+    /// dropout and in batches of `size`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
-    pub fn accuracy(&self, test: &[usize], size: usize) -> Result<f64> {
+    pub fn evaluate(&mut self, test: &[usize], size: usize) -> Result<Evaluation> {
         let _no_grad = tch::no_grad_guard();
-        let mut right = 0;
+        self.model.set_training(false)?;
+        let (mut loss, mut right) = (0.0, 0);
         for batch in self.loader(test, size, 0)? {
             let batch = batch?;
-            let named = self.forward(&batch)?.f_argmax(-1, false)?;
-            let named = named.f_eq_tensor(&batch.classes)?;
+            let logits = self.forward(&batch)?;
+            let losses = self.model.loss_of_logits(&logits, &batch.classes)?;
+            loss += f64::try_from(losses.mean()?)? * batch.examples() as f64;
+            let named = logits.f_argmax(-1, false)?.f_eq_tensor(&batch.classes)?;
             right += named.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         }
-        Ok(right as f64 / test.len() as f64)
+        self.model.set_training(true)?;
+        let count = test.len() as f64;
+        Ok(Evaluation::new(loss / count).with_metric("accuracy", right as f64 / count))
     }
 
     /// Writes a folder that transformers loads, with the tokenizer of `folder` or its own. `merges` merges the adapters

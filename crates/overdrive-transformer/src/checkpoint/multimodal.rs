@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use overdrive_nn::multimodal::text_name;
+
 use super::quantized::Views;
 use crate::LlamaFamily;
 
@@ -24,7 +26,7 @@ pub(super) fn text<'a>(views: Views<'a>, family: LlamaFamily) -> Views<'a> {
     let mut dropped = Vec::new();
     let mut kept = Views::new();
     for (name, view) in views {
-        match text_name(&name, others) {
+        match own_name(&name, others) {
             Some(own) => drop(kept.insert(own, view)),
             None => dropped.push(name),
         }
@@ -64,20 +66,11 @@ pub(super) fn names_of(views: &Views<'_>) -> Vec<(String, String)> {
 }
 
 /// Returns the name in a text-only model, or `None` for a tensor outside the text model.
-fn text_name(name: &str, others: &[&str]) -> Option<String> {
-    // transformers 5 stores the parts of the model under `model.`, and the head beside it; older files store the
-    // whole text model under `language_model.`.
+fn own_name(name: &str, others: &[&str]) -> Option<String> {
+    // The head is beside the parts of the model.
     let part = name.strip_prefix("model.").unwrap_or(name);
-    if others.iter().any(|prefix| part.starts_with(prefix)) {
-        return None;
-    }
-    let Some(text) = part.strip_prefix("language_model.") else {
-        return Some(name.to_owned());
-    };
-    if text.starts_with("model.") || text.starts_with("lm_head.") {
-        return Some(text.to_owned());
-    }
-    Some(format!("model.{text}"))
+    let is_other = others.iter().any(|prefix| part.starts_with(prefix));
+    (!is_other).then(|| text_name(name).unwrap_or_else(|| name.to_owned()))
 }
 
 #[cfg(test)]
@@ -88,15 +81,9 @@ mod tests {
     fn tensors_of_the_text_have_the_names_of_a_model_without_images() {
         for (name, expected) in [
             (
-                "language_model.model.norm.weight",
-                Some("model.norm.weight"),
-            ),
-            (
                 "model.language_model.norm.weight",
                 Some("model.norm.weight"),
             ),
-            ("language_model.norm.weight", Some("model.norm.weight")),
-            ("language_model.lm_head.weight", Some("lm_head.weight")),
             ("lm_head.weight", Some("lm_head.weight")),
             ("model.norm.weight", Some("model.norm.weight")),
             ("vision_tower.vision_model.head.weight", None),
@@ -104,14 +91,14 @@ mod tests {
             ("model.multi_modal_projector.mm_soft_emb_norm.weight", None),
             ("audio_tower.weight", Some("audio_tower.weight")),
         ] {
-            let found = text_name(name, &OF_IMAGES);
+            let found = own_name(name, &OF_IMAGES);
             assert_eq!(found.as_deref(), expected, "{name}");
         }
         for name in [
             "model.audio_tower.weight",
             "model.embed_vision.embedding.weight",
         ] {
-            assert_eq!(text_name(name, &OF_IMAGES_AND_AUDIO), None, "{name}");
+            assert_eq!(own_name(name, &OF_IMAGES_AND_AUDIO), None, "{name}");
         }
     }
 }

@@ -155,9 +155,9 @@ impl fmt::Display for FinetuneResults {
             let steps = losses.len();
             write!(f, "\nloss        {first:.3} → {last:.3} in {steps} steps")?;
         }
-        if let Some(best) = self.summary.best {
+        if let Some(best) = &self.summary.best {
             write!(f, ", the best on held-out data: {best}")?;
-        } else if let Some(found) = self.summary.evaluation {
+        } else if let Some(found) = &self.summary.evaluation {
             write!(f, ", {:.3} on held-out data", found.loss)?;
         }
         write!(

@@ -10,7 +10,7 @@ use super::samples::write_samples;
 use crate::Result;
 use crate::arguments::TrainingArguments;
 use crate::data::TextData;
-use crate::run::{BestModel, RunFolder};
+use crate::run::{RunFolder, RunSummary};
 
 /// The results of a finished run. Displayed as the samples, the validation loss of the model, and the paths of report and model.
 #[derive(Debug)]
@@ -37,8 +37,8 @@ pub struct TrainingResults {
 }
 
 /// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights if there are
-/// any, generates samples, and writes the report from the metrics file. `best` is the snapshot whose weights `model`
-/// has, if they are not those of the last step.
+/// any, generates samples, and writes the report from the metrics file. `summary` is that of the run, whose best snapshot
+/// `model` may have.
 ///
 /// # Errors
 /// An error if the model cannot be written, or generation fails. A report that cannot be written is a warning in the
@@ -48,9 +48,10 @@ pub fn write_results(
     arguments: &TrainingArguments,
     data: &TextData,
     model: &CausalLm,
-    best: Option<BestModel>,
+    summary: &RunSummary,
     ema: Option<Ema>,
 ) -> Result<TrainingResults> {
+    let best = summary.best.as_ref();
     run.check_in_place()?;
     model.save_pretrained(run.model(), &SaveOptions::default())?;
     data.save_tokenizer(run.model(), arguments)?;

@@ -4,6 +4,7 @@ use overdrive_distributed::ProcessGroup;
 use tch::{Kind, Tensor};
 
 use crate::Result;
+use crate::arguments::REWARDS;
 
 /// The sums of the rewards of pairs, which stay on the device until their means are read.
 #[derive(Debug, Default)]
@@ -76,15 +77,10 @@ impl RewardTotals {
 }
 
 impl RewardMetrics {
-    /// Returns the means under their names after `prefix`: none in training, `eval_` in an evaluation.
-    pub fn named(&self, prefix: &str) -> [(String, f64); 4] {
-        [
-            ("chosen", self.chosen),
-            ("rejected", self.rejected),
-            ("accuracies", self.accuracies),
-            ("margins", self.margins),
-        ]
-        .map(|(name, mean)| (format!("{prefix}rewards/{name}"), mean))
+    /// Returns the means with their names.
+    pub fn named(&self) -> impl Iterator<Item = (String, f64)> + use<> {
+        let means = [self.chosen, self.rejected, self.accuracies, self.margins];
+        REWARDS.map(str::to_owned).into_iter().zip(means)
     }
 }
 

@@ -7,10 +7,10 @@ use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 use super::{
-    DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, RewardMetrics, RewardTotals,
-    dpo_loss, preference_log_probs,
+    DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, RewardTotals, dpo_loss,
+    preference_log_probs,
 };
-use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments};
+use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments, REWARDS};
 use crate::error::invalid;
 use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
@@ -29,8 +29,6 @@ pub struct PreferenceTask {
     pub fingerprints: Fingerprints,
     /// The precision of the training.
     pub precision: Precision,
-    /// The rewards of the held-out pairs in the last evaluation.
-    pub held_out_rewards: Option<RewardMetrics>,
     reference: Reference,
     measured: Measured,
 }
@@ -62,6 +60,7 @@ impl PreferenceTask {
         let config = arguments.dpo.clone();
         config.validate()?;
         let arguments = &mut arguments.finetune;
+        arguments.training.check_metric(&REWARDS)?;
         if arguments.use_peft && arguments.bias != BiasMode::None {
             let expected = "`none` for preferences, because the reference is the model without its adapter, and \
                             trained biases stay in it";
@@ -104,7 +103,6 @@ impl PreferenceTask {
             config,
             fingerprints,
             precision,
-            held_out_rewards: None,
             reference,
             measured,
         })
@@ -165,7 +163,7 @@ impl PreferenceTask {
             .data
             .validation_loader(arguments, self.measured.shard)?
         else {
-            return Ok(Evaluation::new(f64::NAN, None));
+            return Ok(Evaluation::new(f64::NAN));
         };
         let _no_grad = tch::no_grad_guard();
         let (device, precision) = (self.measured.shard.device(), self.precision);
@@ -189,8 +187,9 @@ impl PreferenceTask {
             .model
             .set_training(!self.config.disable_dropout)?;
         let loss = group.weighted_mean(f64::try_from(sum)?, pairs as f64)?;
-        self.held_out_rewards = Some(rewards.take_mean(group)?);
-        Ok(Evaluation::new(loss, None))
+        let mut evaluation = Evaluation::new(loss);
+        evaluation.metrics.extend(rewards.take_mean(group)?.named());
+        Ok(evaluation)
     }
 
     /// Ends the task with the results of its run. Their data are the prompts and the chosen answers.

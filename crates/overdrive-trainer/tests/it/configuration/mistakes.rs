@@ -1,6 +1,6 @@
 //! The errors about wrong keys, types, choices, values and files.
 
-use overdrive_trainer::{Evaluation, Layers, TrainingArguments};
+use overdrive_trainer::{Evaluation, IntervalStrategy, Layers, TrainingArguments};
 
 use crate::configuration::{error, file, resolve};
 
@@ -248,22 +248,36 @@ fn fine_tuning_refuses_evaluations_that_it_cannot_make() {
     );
     error(serde_json::json!({ "eval_on_start": true, "eval_strategy": "epoch" }))
         .expect("held out");
-    // No bytes are counted.
-    let bits = serde_json::json!({
-        "metric_for_best_model": "eval_bits_per_byte",
-        "eval_strategy": "epoch",
-        "early_stopping_patience": 2,
-    });
+}
+
+#[test]
+fn the_metric_of_the_best_model_is_one_of_the_evaluations() {
+    let check = |metric: &str, others: &[&str]| {
+        let arguments = TrainingArguments {
+            metric_for_best_model: Some(metric.to_owned()),
+            eval_strategy: IntervalStrategy::Epoch,
+            ..TrainingArguments::default()
+        };
+        let checked = arguments.check_metric(others);
+        checked.map_err(|error| error.to_string())
+    };
     assert_eq!(
-        error(bits),
+        check("eval_bits_per_byte", &[]),
         Err(
             "`metric_for_best_model` is bits_per_byte; it must be `loss` where the bytes of the text are not known: in \
              fine-tuning, and for files of tokens such as nanoGPT's"
                 .to_owned()
         )
     );
-    error(serde_json::json!({ "metric_for_best_model": "loss", "eval_strategy": "epoch" }))
-        .expect("valid");
+    assert_eq!(
+        check("acuracy", &["accuracy"]),
+        Err(
+            "`metric_for_best_model` is acuracy; it must be a metric of the evaluations: `loss`, `accuracy`"
+                .to_owned()
+        )
+    );
+    check("eval_accuracy", &["accuracy"]).expect("valid");
+    check("loss", &[]).expect("valid");
 }
 
 #[test]
@@ -272,14 +286,16 @@ fn an_evaluation_without_the_metric_of_the_best_model_is_an_error() {
         metric_for_best_model: Some("bits_per_byte".to_owned()),
         ..TrainingArguments::default()
     };
-    let metric = |bits| arguments.best_model_metric(&Evaluation::new(2.0, bits));
+    let metric = |bits| {
+        arguments.best_model_metric(&Evaluation::new(2.0).with_metric("bits_per_byte", bits))
+    };
     assert_eq!(metric(Some(1.25)).expect("measured"), 1.25);
     let text = metric(None).expect_err("not measured").to_string();
     assert!(
         text.starts_with("`metric_for_best_model` is bits_per_byte; it must be `loss` where"),
         "{text}"
     );
-    let loss = TrainingArguments::default().best_model_metric(&Evaluation::new(2.0, None));
+    let loss = TrainingArguments::default().best_model_metric(&Evaluation::new(2.0));
     assert_eq!(loss.expect("measured"), 2.0);
 }
 
