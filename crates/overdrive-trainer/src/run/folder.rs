@@ -115,8 +115,8 @@ impl RunFolder {
     ///
     /// Without `output_dir` it is `runs/<preset>-<number>` in the working directory, with the next free
     /// number; two programs that start at the same time get two folders. A given folder may hold anything
-    /// but a run, or files and snapshots of another program under the names of a run's; with `overwrite_output_dir` the
-    /// files of that run (and no others) are removed, unless it is still running.
+    /// but a run that has logged a step, or files and snapshots of another program under the names of a run's; with
+    /// `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still running.
     ///
     /// # Errors
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
@@ -248,6 +248,10 @@ impl RunFolder {
         run.check_free(overwrite)?;
         if run.arguments().exists() {
             if !lock.is_exclusive() {
+                if !overwrite {
+                    let path = root.to_owned();
+                    return Err(Error::RunExists { path });
+                }
                 let expected = "false on a file system without locks, where that run may still be running; \
                                 remove the folder yourself, or choose another one with `--out DIR`";
                 return invalid("overwrite_output_dir", true, expected);
@@ -277,7 +281,7 @@ impl RunFolder {
         // No run has written a plain file of this name, so an overwriting run does not remove it either.
         let mut named = Snapshot::named(&self.root)?.into_iter();
         in_the_way(named.find(|path| path.is_file()))?;
-        if self.arguments().exists() && !overwrite {
+        if self.arguments().exists() && !overwrite && self.has_begun()? {
             let path = self.root.clone();
             return Err(Error::RunExists { path });
         }
@@ -288,6 +292,22 @@ impl RunFolder {
         // names, so a snapshot could replace one of another program.
         let mut written = self.written()?.into_iter();
         in_the_way(written.find(|path| path.exists()))
+    }
+
+    /// Returns `true` if the run has logged a step or saved anything. One that failed or was stopped before has nothing to
+    /// lose, so that the same command can be repeated.
+    fn has_begun(&self) -> Result<bool> {
+        let metrics = self.metrics();
+        let has_metrics = fs::metadata(&metrics).is_ok_and(|file| file.len() > 0);
+        let of_start = [
+            metrics,
+            self.tensorboard(),
+            self.wandb(),
+            self.mlflow_run_id(),
+            self.arguments(),
+        ];
+        let mut written = self.written()?.into_iter();
+        Ok(has_metrics || written.any(|path| !of_start.contains(&path) && path.exists()))
     }
 
     /// Checks that none of the inputs lies among the files that [`clear`](Self::clear) removes.

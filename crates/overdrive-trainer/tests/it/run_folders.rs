@@ -165,6 +165,23 @@ fn a_file_in_place_of_the_folder_is_an_error_with_its_name() {
 }
 
 #[test]
+fn a_run_that_has_logged_no_step_gives_its_folder_to_the_next_one() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let root = folder.path().join("mine");
+    let failed = RunFolder::create(&arguments(&root)).expect("made");
+    fs::write(failed.metrics(), "").expect("writes");
+    fs::create_dir(failed.tensorboard()).expect("made");
+    let error = RunFolder::create(&arguments(&root)).expect_err("it is still running");
+    assert!(error.to_string().contains("another run"), "{error}");
+    drop(failed);
+    let next = RunFolder::create(&arguments(&root)).expect("nothing is lost");
+    assert!(!next.tensorboard().exists());
+    fs::create_dir(root.join("checkpoint-1")).expect("made");
+    drop(next);
+    RunFolder::create(&arguments(&root)).expect_err("a snapshot may be resumed");
+}
+
+#[test]
 fn what_a_run_reads_is_not_removed_with_the_run_that_it_overwrites() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let run = RunFolder::create(&arguments(folder.path())).expect("made");
