@@ -97,8 +97,8 @@ impl<'a> Decoder<'a> {
             return Err(Error::Incompatible {
                 first: "cache_implementation \"paged\"",
                 second: "sequences beyond the original context of a Phi-3 with LongRoPE",
-                why: "the cache is computed again there, for which a paged one does not keep the tokens; use \"dynamic\" or \
-                      fewer tokens",
+                why: "beyond that context the keys and values are computed again from the tokens, which a paged cache does \
+                      not keep; use \"dynamic\" or fewer tokens",
             });
         }
         let mut fallback = None;
