@@ -62,7 +62,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse(), stdin().lock()))
+    overdrive_examples::run_main(|| run(&Flags::parse(), stdin().lock()))
 }
 
 /// Answers the lines of `input` until it ends.

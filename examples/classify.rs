@@ -19,8 +19,8 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::lora::trainable_parameters;
 use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
-    ClassificationTask, IntervalStrategy, RunOptions, TrainingArguments, TrainingRun, exit,
-    print_line,
+    ClassificationTask, IntervalStrategy, RunOptions, TrainingArguments, TrainingRun, print_line,
+    run_main,
 };
 use overdrive_examples::local_model;
 use tch::Device;
@@ -65,7 +65,7 @@ pub(crate) struct Flags {
 
 #[allow(dead_code, reason = "the tests include this file")]
 fn main() -> ExitCode {
-    exit(|| run(&Flags::parse()).map(drop))
+    run_main(|| run(&Flags::parse()).map(drop))
 }
 
 /// Trains, and returns the accuracy on the held-out texts.

@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     DpoArgs, DpoArguments, Finetuned, PreferenceTask, RewardMetrics, RewardTotals, RunEnd,
-    RunOptions, TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
+    RunOptions, TrainingRun, find_executable_batch_size, print_line, run_main,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -32,7 +32,7 @@ pub(crate) struct Flags {
 
 #[allow(dead_code, reason = "the tests include this file")]
 fn main() -> ExitCode {
-    exit_or_resume(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 /// Trains and writes the results; retries with smaller micro-batches if memory runs out.

@@ -49,7 +49,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::run_main(|| run(&Flags::parse()))
 }
 
 /// Writes the file.

@@ -73,7 +73,7 @@ enum ActivationsFlag {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::run_main(|| run(&Flags::parse()))
 }
 
 /// Exports, and compares the speeds if the flags ask for it.

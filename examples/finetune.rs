@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunOptions,
-    TrainingRun, batch_loss, exit_or_resume, find_executable_batch_size, print_line,
+    TrainingRun, batch_loss, find_executable_batch_size, print_line, run_main,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -35,7 +35,7 @@ pub(crate) struct Flags {
 
 #[allow(dead_code, reason = "the tests include this file")]
 fn main() -> ExitCode {
-    exit_or_resume(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 /// Fine-tunes and writes the results, or compares the methods.
@@ -45,7 +45,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         notes.iter().for_each(print_line);
         let compared = compare(&arguments, |line| print_line(line))?;
         print_line(format_args!("\n{compared}"));
-        return Ok(compared.end());
+        return Ok(RunEnd::Finished);
     }
     // The processes that torchrun or the example `launch` has started; usually one.
     let group = arguments.training.init_process_group()?;

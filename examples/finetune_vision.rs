@@ -23,7 +23,7 @@ use overdrive::lora::{DEFAULT_ADAPTER, LoraConfig, TargetModules, add_lora, save
 use overdrive::optim::LrSchedulerType;
 use overdrive::quantization::Scheme;
 use overdrive::trainer::{
-    ImageTextFormat, RunOptions, TrainingArguments, TrainingRun, exit, load_image_texts,
+    ImageTextFormat, RunOptions, TrainingArguments, TrainingRun, load_image_texts, run_main,
 };
 use overdrive::transformer::{CausalLm, LoadOptions, QuantizeOptions};
 use overdrive_examples::{local_model, print_line};
@@ -68,7 +68,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit(|| run(&Flags::parse()).map(drop))
+    run_main(|| run(&Flags::parse()).map(drop))
 }
 
 /// Trains, saves the adapter, and returns the loss of the last batch.

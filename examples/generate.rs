@@ -68,7 +68,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

@@ -67,7 +67,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse(), |line| print_line(line)).map(|_| ()))
+    overdrive_examples::run_main(|| run(&Flags::parse(), |line| print_line(line)).map(|_| ()))
 }
 
 /// Reads all epochs, passes a line per batch to `say`, and returns the batches.

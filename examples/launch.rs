@@ -21,7 +21,7 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::{Error, Launch, LaunchOutcome};
 use overdrive::trainer::Interrupt;
-use overdrive_examples::{RunEnd, exit_or_resume};
+use overdrive_examples::{RunEnd, run_main};
 
 /// Starts a program in several processes that train together
 #[derive(Parser)]
@@ -52,7 +52,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {

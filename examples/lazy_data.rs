@@ -18,7 +18,7 @@ use overdrive::datasets::{
     CsvOptions, CsvRecords, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
     SampleBy, TextLines, TextOptions, WebDataset, find_files,
 };
-use overdrive_examples::{exit, print_line};
+use overdrive_examples::{print_line, run_main};
 use serde_json::Value;
 
 /// Shows records of text, JSON, CSV, tar and Parquet files of any size
@@ -45,7 +45,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

@@ -21,7 +21,7 @@ use overdrive::optim::{Ema, LrSchedulerType};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
     DataShard, ResumeFromCheckpoint, RunEnd, RunFolder, RunOptions, TrainingArguments, TrainingRun,
-    exit_or_resume, print_line,
+    print_line, run_main,
 };
 use overdrive_examples::pictures::{PictureBatch, SHAPES, load_pictures};
 use tch::nn::{self, Module, ModuleT, VarStore};
@@ -79,7 +79,7 @@ impl Network {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {

@@ -87,7 +87,7 @@ fn scheme_or_keep(text: &str) -> Result<OptionalScheme, overdrive::quantization:
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

@@ -13,7 +13,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::tracking::{Report, read_metrics};
-use overdrive_examples::{exit, print_line};
+use overdrive_examples::{print_line, run_main};
 
 /// Writes the report of a run from its metrics file
 #[derive(Parser)]
@@ -23,7 +23,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

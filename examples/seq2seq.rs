@@ -18,8 +18,8 @@ use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, load_tokenizer, save_t
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
-    RunOptions, Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, exit, load_seq2seq,
-    print_line,
+    RunOptions, Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, load_seq2seq,
+    print_line, run_main,
 };
 use overdrive::transformer::{LoadOptions, SaveOptions, Seq2SeqLm};
 use overdrive_examples::local_model;
@@ -56,7 +56,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit(|| run(&Flags::parse()).map(drop))
+    run_main(|| run(&Flags::parse()).map(drop))
 }
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.

@@ -125,7 +125,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::run_main(|| run(&Flags::parse()))
 }
 
 /// The requests that a server answers: those of a network, or those of a file.

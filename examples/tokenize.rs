@@ -56,7 +56,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| {
+    overdrive_examples::run_main(|| {
         let out = run(&Flags::parse(), |line| print_line(line))?;
         print_line(format_args!(
             "written     {}; train with --data {0}",

@@ -22,8 +22,9 @@ use overdrive::hub::{HubOptions, data_paths};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
     self, DataShard, Evaluation, RunEnd, RunFolder, RunOptions, Severity, TextData, TrainArgs,
-    TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate, exit_or_resume,
-    find_executable_batch_size, model_flops, new_model, print_line, snapshot_files, write_results,
+    TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate,
+    find_executable_batch_size, model_flops, new_model, print_line, run_main, snapshot_files,
+    write_results,
 };
 use overdrive::transformer::CausalLm;
 
@@ -40,7 +41,7 @@ pub(crate) struct Flags {
 
 #[allow(dead_code, reason = "the tests include this file")]
 fn main() -> ExitCode {
-    exit_or_resume(|| run(&Flags::parse()))
+    run_main(|| run(&Flags::parse()))
 }
 
 /// Prepares the data and trains; retries with smaller micro-batches if memory runs out.

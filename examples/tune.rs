@@ -18,10 +18,10 @@ use overdrive::core::{OutputFolder, files, units};
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, Machine};
 use overdrive::trainer::{
-    DeviceFacts, Interrupt, RecommendedSettings, RunEnd, Task, TextData, TrainArgs,
-    TrainingArguments, Trials, TuneOptions, Tuning, exit_or_resume, print_line, usable_memory,
+    DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments,
+    Trials, TuneOptions, Tuning, print_line, run_main, usable_memory,
 };
-use overdrive_examples::{MemoryLimit, print_error_line};
+use overdrive_examples::MemoryLimit;
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine and writes them as a configuration
@@ -55,18 +55,12 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(|| {
+    run_main(|| {
         let flags = Flags::parse();
         // A signal ends the trial that runs, which is a program of its own, and removes its folder.
-        let interrupt = Interrupt::install()?;
+        Interrupt::install()?;
         let trials = Trials::new(train_program()?, flags.trial_steps, flags.trial_warmup);
-        match tune(&flags, &trials) {
-            Err(error) if interrupt.requested() => {
-                print_error_line(format_args!("{error:#}"));
-                Ok(RunEnd::NotSaved)
-            }
-            result => result.map(|_| RunEnd::Finished),
-        }
+        tune(&flags, &trials).map(drop)
     })
 }
 

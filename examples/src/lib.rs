@@ -36,7 +36,7 @@ pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use overdrive::core::print_error_line;
-pub use overdrive::trainer::{RunEnd, exit, exit_or_resume, print_line};
+pub use overdrive::trainer::{RunEnd, print_line, run_main};
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 pub use template_flags::TemplateFlags;

@@ -276,6 +276,14 @@ pub enum Error {
     #[error(transparent)]
     Program(ProgramError),
 
+    /// A signal ended work of which nothing is saved. A program that [`run_main`](crate::run_main) runs ends with exit code
+    /// 130.
+    #[error("a signal ended {what}")]
+    Interrupted {
+        /// The work, and what to do.
+        what: String,
+    },
+
     /// The handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT could not be installed.
     #[error("cannot install the handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT: {source}")]
     Signals {
@@ -307,6 +315,15 @@ pub(crate) fn of_group<'a>(
         Some(Error::Distributed(error)) => Some(error),
         Some(Error::Program(error)) => of_group(&**error),
         _ => error.downcast_ref(),
+    })
+}
+
+/// Returns `true` if a signal has ended the work.
+pub(crate) fn is_interrupted(error: &(dyn StdError + 'static)) -> bool {
+    successors(Some(error), |&cause| cause.source()).any(|error| match error.downcast_ref() {
+        Some(Error::Interrupted { .. }) => true,
+        Some(Error::Program(error)) => is_interrupted(&**error),
+        _ => false,
     })
 }
 

@@ -80,7 +80,7 @@ pub(crate) fn end_at_signals() -> io::Result<()> {
 
 impl Interrupt {
     /// Leaves these signals to handlers of the program's own, such as those of a server. A program that
-    /// [`exit`](crate::exit()) runs ends at signals until then.
+    /// [`run_main`](crate::run_main) runs ends at signals until then.
     pub fn hand_over(signals: &[i32]) {
         for (signal, ends) in ENDING.get().into_iter().flatten() {
             if signals.contains(signal) {
@@ -133,11 +133,16 @@ impl Interrupt {
         self.raised.load(Ordering::SeqCst)
     }
 
-    /// Returns `true` if this process has installed the handlers and a signal has come: for work deep inside a loop,
-    /// such as an evaluation, that need not be finished.
-    pub fn is_requested() -> bool {
+    /// Returns `true` if this process has installed the handlers and a signal has come, which ends every run of the process:
+    /// for work deep inside a loop, such as an evaluation, that need not be finished.
+    pub fn signal_received() -> bool {
         let installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         installed.as_ref().is_some_and(Self::requested)
+    }
+
+    /// Returns `true` if a run with this flag should end: it is set, or a signal has come.
+    pub(crate) fn ends_run(&self) -> bool {
+        self.requested() || Self::signal_received()
     }
 
     /// Sets the flag, as a signal does.

@@ -74,7 +74,7 @@ pub use arguments::{
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
-pub use program::{RunEnd, exit, exit_or_resume, print_line};
+pub use program::{RunEnd, print_line, run_main};
 pub use run::{
     BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
     StaticInputs, TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,

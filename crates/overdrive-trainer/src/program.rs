@@ -11,7 +11,7 @@ use overdrive_sys::without_backtrace;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
-use crate::error::of_group;
+use crate::error::{is_interrupted, of_group};
 use crate::interrupt::end_at_signals;
 
 /// The way in which a run ended.
@@ -37,19 +37,19 @@ impl RunEnd {
     }
 }
 
-/// Runs a program that a signal may interrupt, as [`exit`] does, and returns the exit code of its end.
-pub fn exit_or_resume<E>(program: impl FnOnce() -> Result<RunEnd, E>) -> ExitCode
-where
-    E: AsRef<dyn StdError + Send + Sync>,
-{
-    exit_with(|| program().map(|end| ExitCode::from(end.exit_code())))
+/// A program that returns nothing has done its work.
+impl From<()> for RunEnd {
+    fn from((): ()) -> Self {
+        Self::Finished
+    }
 }
 
-/// Runs a program and returns its exit code. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
+/// Runs the program of a `main` function and returns its exit code: that of the [`RunEnd`], or 0. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
 /// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
 /// [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the program, and the files that
 /// it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
-/// exit code is 130. After an error because another process of the group was lost or failed it is 76.
+/// exit code is 130, as after [`Error::Interrupted`](crate::Error::Interrupted). After an error because another process of
+/// the group was lost or failed it is 76.
 ///
 /// `E` is `anyhow::Error` or `Box<dyn Error + Send + Sync>`.
 ///
@@ -64,18 +64,12 @@ where
 /// }
 ///
 /// fn main() -> ExitCode {
-///     overdrive_trainer::exit(run)
+///     overdrive_trainer::run_main(run)
 /// }
 /// ```
-pub fn exit<E>(program: impl FnOnce() -> Result<(), E>) -> ExitCode
+pub fn run_main<T, E>(program: impl FnOnce() -> Result<T, E>) -> ExitCode
 where
-    E: AsRef<dyn StdError + Send + Sync>,
-{
-    exit_with(|| program().map(|()| ExitCode::SUCCESS))
-}
-
-fn exit_with<E>(program: impl FnOnce() -> Result<ExitCode, E>) -> ExitCode
-where
+    T: Into<RunEnd>,
     E: AsRef<dyn StdError + Send + Sync>,
 {
     print_warnings();
@@ -83,23 +77,26 @@ where
     if let Err(error) = end_at_signals() {
         tracing::warn!("signals are not handled, and unfinished files stay behind at one: {error}");
     }
-    program().unwrap_or_else(|error| {
-        let error: &(dyn StdError + 'static) = error.as_ref();
-        let mut text = error.to_string();
-        // A context hides its cause, and many errors already end with theirs.
-        for cause in successors(error.source(), |&cause| cause.source()).map(ToString::to_string) {
-            if !text.contains(&cause) {
-                text = format!("{text}: {cause}");
-            }
+    let error = match program() {
+        Ok(end) => return ExitCode::from(end.into().exit_code()),
+        Err(error) => error,
+    };
+    let error: &(dyn StdError + 'static) = error.as_ref();
+    let mut text = error.to_string();
+    // A context hides its cause, and many errors already end with theirs.
+    for cause in successors(error.source(), |&cause| cause.source()).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
         }
-        print_error_line(format_args!("error: {}", without_backtrace(&text)));
-        match of_group(error) {
-            Some(overdrive_distributed::Error::Collective { ranks, .. }) if !ranks.is_empty() => {
-                ExitCode::from(LOST_PEER_EXIT_CODE)
-            }
-            _ => ExitCode::FAILURE,
+    }
+    print_error_line(format_args!("error: {}", without_backtrace(&text)));
+    match of_group(error) {
+        Some(overdrive_distributed::Error::Collective { ranks, .. }) if !ranks.is_empty() => {
+            ExitCode::from(LOST_PEER_EXIT_CODE)
         }
-    })
+        _ if is_interrupted(error) => ExitCode::from(INTERRUPTED_EXIT_CODE),
+        _ => ExitCode::FAILURE,
+    }
 }
 
 pub use overdrive_core::print_line;
@@ -130,4 +127,18 @@ fn print_warnings() {
     let subscriber = tracing_subscriber::registry().with(lines).with(selected);
     // This call fails if the program has installed a subscriber already, which then prints the warnings.
     let _ = subscriber.try_init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Error;
+
+    #[test]
+    fn an_error_after_a_signal_is_found_among_the_causes() {
+        let what = "the search".to_owned();
+        let error = Error::of_program(std::io::Error::other(Error::Interrupted { what }));
+        assert!(is_interrupted(&error));
+        assert!(!is_interrupted(&Error::of_program("another error")));
+    }
 }

@@ -22,7 +22,7 @@ fn child() {
     };
     if role == "tokenize" {
         // Before a program has installed the flag.
-        overdrive_trainer::exit(|| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        overdrive_trainer::run_main(|| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
             println!("\nready");
             std::thread::sleep(PATIENCE);
             Ok(())

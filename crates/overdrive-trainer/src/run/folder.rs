@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use overdrive_core::{Error as CommonError, OutputFolder, check_not_read, files};
 use overdrive_distributed::ProcessGroup;
 use overdrive_snapshot::{FolderLock, Snapshot};
-use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "mlflow")]
 use crate::arguments::ReportTo;
@@ -58,21 +57,12 @@ const METRICS: &str = "metrics.jsonl";
 /// assert!(RunFolder::create(&arguments).is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone)]
 pub struct RunFolder {
     root: PathBuf,
     /// Taken when something is written for the first time, and shared by all clones.
-    #[serde(skip)]
     lock: Arc<Mutex<Option<FolderLock>>>,
 }
-
-impl PartialEq for RunFolder {
-    fn eq(&self, other: &Self) -> bool {
-        self.root == other.root
-    }
-}
-
-impl Eq for RunFolder {}
 
 /// Declares the paths of the files and folders that a run writes beside its snapshots.
 macro_rules! paths {
@@ -492,11 +482,11 @@ fn on_main(group: &ProcessGroup, open: impl FnOnce() -> Result<RunFolder>) -> Re
         // With several processes, the error is sent as text, because not every error can be serialized.
         _ => {
             let mut own = None;
-            let opened = group.on_main("open the run's folder", || {
-                open().inspect(|run| own = Some(run.clone()))
+            let root = group.on_main("open the run's folder", || {
+                Ok::<_, Error>(own.insert(open()?).root.clone())
             })?;
-            // Only the path is sent. Rank 0 keeps the folder that it has locked.
-            Ok(own.unwrap_or(opened))
+            // Rank 0 keeps the folder that it has locked.
+            Ok(own.unwrap_or_else(|| RunFolder::at(root)))
         }
     }
 }

@@ -229,7 +229,7 @@ impl TrainingRun {
         }
         // One collective for all totals, including the stop request, so that all processes stop at the same step.
         self.totals.labels = accumulated.tokens;
-        self.totals.stop = self.interrupt.requested();
+        self.totals.stop = self.interrupt.ends_run();
         let totals = self.totals.over(&self.group)?;
         let mut metrics = self.log.end_step(&totals)?;
         metrics.epoch = Some(state.loader.epochs());
@@ -274,7 +274,7 @@ impl TrainingRun {
         };
         found.apply_to(&mut metrics);
         // A signal has cut the evaluation short; the run ends after its first step.
-        let stop = self.interrupt.requested();
+        let stop = self.interrupt.ends_run();
         if !self.group.any(stop)? {
             self.log.log(&metrics);
         }
@@ -283,7 +283,7 @@ impl TrainingRun {
 
     /// Evaluates after this step if the plan says so, and records the result: it is logged, decides about early stopping,
     /// and is the metric of the snapshot. With `ema_decay` the model has its averaged weights meanwhile. `evaluate` returns
-    /// the mean loss over the batches of all processes, and may end early on [`Interrupt::is_requested`].
+    /// the mean loss over the batches of all processes, and may end early on [`Interrupt::signal_received`].
     ///
     /// # Errors
     /// The error of `evaluate`, and an error if a process is lost or the evaluation lacks `metric_for_best_model`.
@@ -298,7 +298,7 @@ impl TrainingRun {
         }
         let found = self.averaged(evaluate)?;
         // A signal has cut the evaluation short.
-        let stop = self.group.any(self.interrupt.requested())?;
+        let stop = self.group.any(self.interrupt.ends_run())?;
         let Some(stepped) = self.stepped.as_mut() else {
             return Ok(());
         };
@@ -398,7 +398,7 @@ impl TrainingRun {
             snapshots.check_in_place()?;
             // No process leaves before all have written. After a signal during the last save, the resumed run does the
             // rest of the work.
-            let stop = self.group.any(self.interrupt.requested())?;
+            let stop = self.group.any(self.interrupt.ends_run())?;
             if self.group.all(self.log.summary.is_saved())? {
                 self.log.summary.interrupted |= stop;
             }
@@ -409,6 +409,14 @@ impl TrainingRun {
             }
         }
         let end = self.log.summary.end();
+        if root.is_none() && self.log.summary.interrupted {
+            let step = self.steps();
+            let what = format!(
+                "the run after step {step}, which is in no snapshot: the run has no folder"
+            );
+            self.log.finish(&self.state.optimizer)?;
+            return Err(Error::Interrupted { what });
+        }
         if end == RunEnd::NotSaved {
             self.log
                 .say("the last step is in no snapshot (`save_strategy: no`, or saving failed)");

@@ -154,7 +154,7 @@ impl ClassificationTask {
     }
 
     /// Returns the mean loss of the texts `test`, and as `accuracy` the fraction whose class has the largest logit, without
-    /// dropout and in batches of `size`.
+    /// dropout and in batches of `size`. The model is then in training mode.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

@@ -6,6 +6,7 @@ mod captured_passes;
 mod chat_labels;
 mod configuration;
 mod dpo;
+mod interrupted_runs;
 mod label_counts;
 mod precision;
 mod run_folders;

@@ -9,11 +9,11 @@ use std::process::ExitCode;
 use anyhow::Result;
 use my_model::{Settings, train};
 use overdrive_precision::Precision;
-use overdrive_trainer::{RunEnd, exit_or_resume};
+use overdrive_trainer::{RunEnd, run_main};
 use tch::Device;
 
 fn main() -> ExitCode {
-    exit_or_resume(run) // Ctrl-C saves a checkpoint and ends with code 75
+    run_main(run) // Ctrl-C saves a checkpoint and ends with code 75
 }
 
 fn run() -> Result<RunEnd> {

@@ -96,13 +96,12 @@ impl Trials {
             if let Some(status) = child.try_wait().map_err(io("wait for"))? {
                 break status;
             }
-            if Interrupt::is_requested() {
+            if Interrupt::signal_received() {
                 // A trial has nothing to save.
                 child.kill().map_err(io("end"))?;
                 child.wait().map_err(io("wait for"))?;
-                return failed(
-                    "a signal interrupted the search; run the command again to restart it",
-                );
+                let what = "the search; run the command again to restart it".to_owned();
+                return Err(Error::Interrupted { what });
             }
             std::thread::sleep(POLL);
         };

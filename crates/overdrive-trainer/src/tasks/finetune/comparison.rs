@@ -2,7 +2,6 @@ use std::fmt;
 
 use super::Finetuned;
 use super::memory::{TrainingMemory, mebibytes};
-use crate::RunEnd;
 use crate::arguments::{FinetuneArguments, Quant4Type};
 use crate::run::RunSummary;
 
@@ -58,11 +57,10 @@ pub struct MethodComparison {
 }
 
 impl MethodComparison {
-    /// Calls `finetune` with each method in turn, after a line about it. A signal ends the comparison after the step of the
-    /// present method.
+    /// Calls `finetune` with each method in turn, after a line about it.
     ///
     /// # Errors
-    /// The error of `finetune`.
+    /// The error of `finetune`, such as [`Error::Interrupted`](crate::Error::Interrupted) after a signal.
     pub fn run<E>(
         arguments: &FinetuneArguments,
         mut say: impl FnMut(&str),
@@ -72,21 +70,9 @@ impl MethodComparison {
         for method in FinetuneMethod::ALL {
             say(&method.to_string());
             let tuned = finetune(&method.of(arguments))?;
-            let interrupted = tuned.summary.interrupted;
             rows.push((method, tuned.memory, tuned.summary));
-            if interrupted {
-                break;
-            }
         }
         Ok(Self { rows })
-    }
-
-    /// Returns the way in which the comparison ended; it saves nothing.
-    pub fn end(&self) -> RunEnd {
-        match self.rows.last() {
-            Some((.., summary)) if summary.interrupted => RunEnd::NotSaved,
-            _ => RunEnd::Finished,
-        }
     }
 
     /// Returns the difference between the loss curves of QLoRA and LoRA: the mean difference of the steps, as a

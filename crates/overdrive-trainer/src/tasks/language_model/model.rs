@@ -123,7 +123,7 @@ pub fn evaluate(
     let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
     let mut tokens = 0;
     for batch in batches {
-        if Interrupt::is_requested() {
+        if Interrupt::signal_received() {
             break;
         }
         let batch = batch?;

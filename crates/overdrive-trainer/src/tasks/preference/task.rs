@@ -172,7 +172,7 @@ impl PreferenceTask {
         let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
         let (mut pairs, mut rewards) = (0, RewardTotals::default());
         for batch in batches {
-            if Interrupt::is_requested() {
+            if Interrupt::signal_received() {
                 break;
             }
             let batch = batch?;
