@@ -247,12 +247,16 @@ impl InstructionDataset {
     /// Returns the dataset, or an error if it is empty.
     fn checked(self, names: &[String]) -> Result<InstructionDataset> {
         if self.is_empty() {
-            return Err(Error::NoData {
-                searched: names.join(", "),
-                problem: format!(
+            let problem = match self.report.records {
+                0 => "there are no records".to_owned(),
+                _ => format!(
                     "{}; records with an answer within the length of a sequence are needed",
                     self.report
                 ),
+            };
+            return Err(Error::NoData {
+                searched: names.join(", "),
+                problem,
             });
         }
         Ok(self)

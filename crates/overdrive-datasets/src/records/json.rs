@@ -116,8 +116,7 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
                 true => without_separator(bytes),
                 false => bytes,
             };
-            serde_json::from_slice(bytes)
-                .map_err(|error| format!("unexpected JSON: {}", in_one_line(&error.to_string())))
+            serde_json::from_slice(bytes).map_err(|error| json_problem(&error))
         };
         self.records.read(index, parse)
     }
@@ -128,6 +127,17 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
 
     fn check_unchanged(&self) -> Result<()> {
         self.records.check_unchanged()
+    }
+}
+
+/// Returns the problem of a record that serde cannot read.
+pub(crate) fn json_problem(error: &serde_json::Error) -> String {
+    let text = in_one_line(&error.to_string());
+    match error.is_syntax() {
+        true => format!(
+            "not JSON ({text}); the file must be JSON Lines, or one JSON array: convert other formats first"
+        ),
+        false => format!("unexpected JSON: {text}"),
     }
 }
 

@@ -14,6 +14,7 @@ pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use find_files::find_files;
 pub(crate) use find_files::has_extension;
 pub use format::RecordFormat;
+pub(crate) use json::json_problem;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
 pub use record_files::{RecordFiles, RecordLocation};
 #[cfg(feature = "parquet")]

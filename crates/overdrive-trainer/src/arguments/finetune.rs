@@ -124,16 +124,19 @@ options! {
             load_in_8bit: bool = false =>
                 Finetune("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
             /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
-            bnb_4bit_quant_type: Quant4Type = Quant4Type::default() => Finetune("NAME", harmless: Any);
+            bnb_4bit_quant_type: Quant4Type = Quant4Type::default() =>
+                Finetune("NAME", harmless: Any, needs: "load_in_4bit");
             /// If `true`, the scales of the blocks are quantized as well. Default `false`.
             bnb_4bit_use_double_quant: bool = false =>
-                Finetune("", spellings: &["use_bnb_nested_quant"], harmless: Any);
+                Finetune("", spellings: &["use_bnb_nested_quant"], harmless: Any, needs: "load_in_4bit");
             /// The dtype of matmuls with 4-bit weights; the half types enable autocast for the whole run, unless `bf16`
             /// or `fp16` overrides it. Default `float32`.
-            bnb_4bit_compute_dtype: ComputeDtype = ComputeDtype::default() => Finetune("NAME", harmless: Any);
+            bnb_4bit_compute_dtype: ComputeDtype = ComputeDtype::default() =>
+                Finetune("NAME", harmless: Any, needs: "load_in_4bit");
             /// The magnitude from which a column of activations is computed in full precision, with
             /// `load_in_8bit`. Default 6.
-            llm_int8_threshold: f64 = 6.0 => Finetune("X", range: NotNegative, harmless: Any);
+            llm_int8_threshold: f64 = 6.0 =>
+                Finetune("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
             /// The linear layers that are not quantized. Default: the head.
             llm_int8_skip_modules: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
         }

@@ -69,6 +69,8 @@ pub(super) struct Key {
     pub(super) range: Range,
     /// The keys that this one contradicts: setting this one resets them in the layers below, and the flags conflict.
     pub(super) excludes: &'static [&'static str],
+    /// The switch without which the key has no effect; empty for most keys.
+    pub(super) needs: &'static str,
     /// The values that a program accepts without reading the key.
     pub(super) harmless: Harmless,
     /// The remedy in the error about a refused value.
@@ -162,6 +164,7 @@ impl Key {
         help_of_finetune: None,
         range: Range::Any,
         excludes: &[],
+        needs: "",
         harmless: Harmless::Null,
         instead: "",
         per_rank: false,

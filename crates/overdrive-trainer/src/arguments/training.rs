@@ -96,7 +96,7 @@ options! {
             /// If `true`, as many documents as fit are packed into a row. Default `false`.
             packing: bool = false => Both("", orders_data: true, excludes: &["group_by_length"]);
             /// The assignment of documents to packed rows. Default `bfd`.
-            packing_strategy: PackingStrategy = PackingStrategy::default() => Both("NAME");
+            packing_strategy: PackingStrategy = PackingStrategy::default() => Both("NAME", needs: "packing");
             /// If `true`, the documents of a batch are concatenated instead of padded. Default `false`.
             padding_free: bool = false => Both("");
             /// The number of which the padded length of a batch is made a multiple. Default 1.

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 
 use super::chat::ChatMessage;
 use super::message::{is_blank, kind, messages};
+use crate::records::json_problem;
 use context::Context;
 
 /// The keys of a record that would change its text, and that are not supported.
@@ -254,7 +255,7 @@ impl InstructionRecord {
 
 /// Parses the fields of a record.
 fn fields_of(bytes: &[u8]) -> Result<Map<String, Value>, String> {
-    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| json_problem(&error))?;
     let Value::Object(mut fields) = value else {
         return Err("expected a JSON object".to_owned());
     };

@@ -100,23 +100,26 @@ pub(super) fn reset_excluded(
     }
 }
 
-/// Refuses a flag of adapters where none are trained. In a file the keys stay, because TRL writes all of them.
+/// Refuses a flag without effect, because its switch is off. In a file the keys stay: TRL and transformers write all of them.
 ///
 /// # Errors
 /// [`overdrive_core::Error::InvalidOption`].
 pub(super) fn refuse_idle(flags: &Map<String, Value>, values: &Value) -> Result<()> {
-    let is_idle = |key: &&Key| key.heading == "Adapters" && key.name != "use_peft";
-    let given = rows()
-        .filter(is_idle)
-        .find_map(|key| flags.get_key_value(key.name));
-    match given {
-        Some((name, value)) if values["use_peft"] == Value::Bool(false) => {
-            let expected = "left out without `use_peft`, as with `--full`, because there are no adapters; drop it, \
-                            or train adapters";
-            Err(overdrive_core::Error::option(name.clone(), plain(value), expected).into())
+    for key in rows() {
+        let (needs, full) = match key.heading {
+            "Adapters" if key.name != "use_peft" => ("use_peft", " (`--full` trains no adapters)"),
+            _ => (key.needs, ""),
+        };
+        match flags.get(key.name) {
+            Some(given) if *given != Value::Bool(false) && values[needs] == Value::Bool(false) => {
+                let expected =
+                    format!("left out without `{needs}`{full}, because it has no effect");
+                return Err(overdrive_core::Error::option(key.name, plain(given), expected).into());
+            }
+            _ => {}
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
 /// Checks each number of a configuration against the range of its key. `defaults` distinguishes a key that is

@@ -323,7 +323,7 @@ fn preference_training_reads_the_keys_of_trls_dpo_config() {
 }
 
 #[test]
-fn flags_of_adapters_are_refused_where_none_are_trained() {
+fn flags_without_effect_are_refused() {
     for flags in [
         ["--full", "--lora-r", "8"],
         ["--no-use-peft", "--target-modules", "q_proj"],
@@ -334,6 +334,16 @@ fn flags_of_adapters_are_refused_where_none_are_trained() {
             "{error}"
         );
     }
+    for (flags, needs) in [
+        (["--bnb-4bit-quant-type", "nf4"], "load_in_4bit"),
+        (["--llm-int8-threshold", "5"], "load_in_8bit"),
+        (["--packing-strategy", "wrapped"], "packing"),
+    ] {
+        let error = preferences(&flags).expect_err("no effect").to_string();
+        let expected = format!("it must be left out without `{needs}`, because it has no effect");
+        assert!(error.ends_with(&expected), "{error}");
+    }
+    assert!(preferences(&["--qlora", "--bnb-4bit-compute-dtype", "bfloat16"]).is_ok());
     let contradiction = Preferences::try_parse_from(["dpo", "--full", "--use-peft"]);
     assert!(contradiction.is_err());
     // TRL writes all keys into its files.
