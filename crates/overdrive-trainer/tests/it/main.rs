@@ -9,5 +9,6 @@ mod dpo;
 mod label_counts;
 mod precision;
 mod run_folders;
+mod run_parts;
 mod text_data;
 mod trackers;
