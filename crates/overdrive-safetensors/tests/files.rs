@@ -327,6 +327,14 @@ fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
             vec![named("__metadata__", one())],
             "a tensor cannot be named `__metadata__`: the format reserves this name",
         ),
+        (
+            vec![named("ids", one().to_sparse_sparse_dim(1))],
+            "the tensor `ids` cannot be written: it is sparse; convert it with `to_dense` first",
+        ),
+        (
+            vec![named("grad", one().grad())],
+            "the tensor `grad` cannot be written: it is undefined, as the gradient of a parameter without one; leave it out",
+        ),
     ] {
         assert_eq!(
             write(&path, &tensors, &NONE).unwrap_err().to_string(),
