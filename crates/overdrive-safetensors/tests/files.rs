@@ -346,6 +346,24 @@ fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
 }
 
 #[test]
+fn a_device_that_this_process_does_not_have_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    write(&path, &[named("w", Tensor::ones([2], CPU))], &NONE).unwrap();
+    let file = MappedFile::open(&path).unwrap();
+    let stored = file.tensor("w").unwrap();
+    let error = stored
+        .copy_to_tensor(None, Device::Cuda(100))
+        .unwrap_err()
+        .to_string();
+    let expected = "`device` is Cuda(100); it must be a device of this process";
+    assert!(
+        error.starts_with(expected) && !error.contains('\n'),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_write_that_fails_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     let tensors = [named("w", Tensor::ones([1000], CPU))];
