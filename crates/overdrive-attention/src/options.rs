@@ -103,7 +103,8 @@ pub struct AttentionOptions<'a> {
     /// Xiao et al. 2023, <https://arxiv.org/abs/2309.17453>). Default: 0.
     pub sink_tokens: usize,
     /// A mask, Bool (true: seen) or floating-point (added to the score), of up to four dimensions that
-    /// broadcast to (B, H, T, S) in either layout. A floating-point one may require a gradient.
+    /// broadcast to (B, H, T, S) in either layout. A floating-point one may require a gradient; the CPU kernel takes
+    /// `f32::MIN` as negative infinity.
     pub mask: Option<&'a Tensor>,
     /// The factor of the scores. Default: `1/sqrt(D)`.
     pub scale: Option<f64>,

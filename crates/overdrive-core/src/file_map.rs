@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::ops::{Deref, Range};
 use std::path::Path;
 
@@ -55,6 +56,10 @@ impl FileMap {
     /// [`Error::Io`].
     pub fn of(file: &File, path: impl AsRef<Path>) -> Result<FileMap> {
         let path = path.as_ref();
+        // The error of the system call is about devices.
+        if file.metadata().is_ok_and(|data| data.is_dir()) {
+            return Err(Error::io("read", path)(ErrorKind::IsADirectory.into()));
+        }
         // SAFETY: the map is read-only and used only as bytes, for which every value is valid. `Mmap::map` requires that
         // the file does not change while it is mapped. The files that this project writes keep that: they are written
         // under a temporary name, renamed when complete and never changed afterwards. For the user's files it is the

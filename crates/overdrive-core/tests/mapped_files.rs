@@ -114,3 +114,10 @@ fn the_signal_of_another_process_ends_the_program_by_itself() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!said.contains("truncated"), "{said}");
 }
+
+#[test]
+fn a_folder_is_named_as_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = overdrive_core::files::FileMap::open(folder.path()).unwrap_err();
+    assert!(error.to_string().contains("is a directory"), "{error}");
+}

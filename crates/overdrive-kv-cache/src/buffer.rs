@@ -2,12 +2,13 @@
 
 use overdrive_attention::Backend;
 use overdrive_attention::rows::{HeadRows, RowsShape, attend};
+use overdrive_sys::cuda::check_device;
 use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::copy::{copy_tokens, rows_of};
 use crate::key_values::{KeyValues, Spec};
-use crate::{AttendOptions, QkvRows, Result};
+use crate::{AttendOptions, Error, QkvRows, Result};
 
 /// The keys and values of one layer, `(B, H, capacity, D)`, contiguous. The tokens of a head are
 /// adjacent, so attention reads one contiguous range for each head.
@@ -24,7 +25,10 @@ impl Buffer {
     pub(crate) fn new(spec: Spec, capacity: i64) -> Result<Buffer> {
         let empty = |dim| {
             let size = [spec.batch, spec.heads, capacity, dim];
-            Tensor::f_empty(size, (spec.kind, spec.device))
+            Tensor::f_empty(size, (spec.kind, spec.device)).or_else(|error| {
+                check_device(spec.device)?;
+                Err(Error::from(error))
+            })
         };
         Ok(Buffer {
             keys: empty(spec.key_dim)?.into(),

@@ -46,7 +46,8 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
         return Err(overdrive_core::Error::option("target_parameters", found, expected).into());
     }
     // An empty list is how a configuration trains full copies only.
-    let none_wanted = config.target_modules == Some(TargetModules::Names(Vec::new()));
+    let has_copies = config.modules_to_save.is_some() || config.trainable_token_indices.is_some();
+    let none_wanted = has_copies && config.target_modules == Some(TargetModules::Names(Vec::new()));
     if layers.is_empty() && !none_wanted {
         return Err(Error::NoTarget {
             target_modules: describe(&config),

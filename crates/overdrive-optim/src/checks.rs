@@ -50,10 +50,7 @@ pub(crate) fn gradient_of(
     };
     // Kernels need the memory of a dense tensor.
     if gradient.is_sparse() {
-        return Err(unfit(
-            "sparse".into(),
-            "dense (create the embedding with sparse: false)".into(),
-        ));
+        return Err(sparse_gradient(name.to_owned()));
     }
     let (now, of_gradient) = (TensorSpec::of(tensor), TensorSpec::of(&gradient));
     if (of_gradient.kind, of_gradient.device) != (now.kind, now.device) {
@@ -86,8 +83,40 @@ pub(crate) fn gradient_of(
     Ok(Some(gradient))
 }
 
-/// Checks that a parameter is a floating-point leaf of the graph.
+/// Returns the error of a sparse gradient, which no kernel here reads.
+pub(crate) fn sparse_gradient(name: String) -> Error {
+    Error::UnfitGradient {
+        name,
+        found: "sparse".to_owned(),
+        expected: "dense (create the embedding with sparse: false)".to_owned(),
+    }
+}
+
+/// Checks that a parameter can be written: that it is dense, and that no two of its elements are the same memory.
+pub(crate) fn check_writable(name: &str, tensor: &Tensor) -> Result<()> {
+    let unwritable = |problem| {
+        Err(Error::UnwritableParameter {
+            name: name.to_owned(),
+            problem,
+        })
+    };
+    if !tensor.defined() {
+        return unwritable("undefined");
+    }
+    // Other layouts have no strides.
+    if tensor.is_sparse() || tensor.is_mkldnn() {
+        return unwritable("not dense");
+    }
+    let mut dimensions = tensor.size().into_iter().zip(tensor.stride());
+    match dimensions.any(|(length, stride)| length > 1 && stride == 0) {
+        true => unwritable("expanded, so several of its elements are the same memory"),
+        false => Ok(()),
+    }
+}
+
+/// Checks that a parameter is a dense floating-point leaf of the graph.
 pub(crate) fn check_leaf(name: &str, tensor: &Tensor) -> Result<()> {
+    check_writable(name, tensor)?;
     let kind = tensor.f_kind()?;
     if !matches!(
         kind,

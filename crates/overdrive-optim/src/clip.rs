@@ -6,6 +6,7 @@ use overdrive_sys::raw::host_value;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
+use crate::checks::sparse_gradient;
 use crate::{Error, Optimizer, Result};
 
 /// Keeps the quotient finite if all gradients are zero. The value of PyTorch.
@@ -41,7 +42,8 @@ impl Default for ClipOptions {
 ///
 /// # Errors
 /// [`Error::NonFiniteNorm`] with `error_if_nonfinite`, in which case the gradients are unchanged;
-/// [`Error::Common`] if `max_norm` is negative or NaN, or `norm_type` is not positive.
+/// [`Error::Common`] if `max_norm` is negative or NaN, or `norm_type` is not positive;
+/// [`Error::UnfitGradient`] if a gradient is sparse.
 ///
 /// ```
 /// use overdrive_optim::{ClipOptions, clip_grad_norm};
@@ -83,7 +85,7 @@ pub fn grad_norm(parameters: &[Tensor], options: ClipOptions) -> Result<Tensor> 
 /// ([`torch.nn.utils.clip_grad_value_`]).
 ///
 /// # Errors
-/// [`Error::Common`] if `clip_value` is negative or NaN.
+/// [`Error::Common`] if `clip_value` is negative or NaN; [`Error::UnfitGradient`] if a gradient is sparse.
 ///
 /// [`torch.nn.utils.clip_grad_value_`]:
 /// https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.clip_grad_value_.html
@@ -162,7 +164,7 @@ pub fn clip_grad_norm_by_group<O: Optimizer + ?Sized>(
 /// each device and dtype and without synchronization.
 ///
 /// # Errors
-/// libtorch's errors.
+/// [`Error::UnfitGradient`] if a gradient is sparse, and libtorch's errors.
 pub fn scale_grads(parameters: &[Tensor], factor: &Tensor) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     multiply(&gradient_buckets(parameters)?, factor)
@@ -177,10 +179,13 @@ struct GradientBucket {
 
 fn gradient_buckets(parameters: &[Tensor]) -> Result<Vec<GradientBucket>> {
     let mut buckets: Vec<GradientBucket> = Vec::new();
-    for parameter in parameters {
+    for (index, parameter) in parameters.iter().enumerate() {
         let gradient = parameter.f_grad()?;
         if !gradient.defined() {
             continue;
+        }
+        if gradient.is_sparse() {
+            return Err(sparse_gradient(format!("parameters[{index}]")));
         }
         let (device, kind) = (gradient.device(), gradient.f_kind()?);
         match buckets

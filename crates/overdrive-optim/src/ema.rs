@@ -8,7 +8,7 @@ use overdrive_sys::op::{Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
-use crate::checks::{TensorSpec, check_distinct, unsupported_kind};
+use crate::checks::{TensorSpec, check_distinct, check_writable, unsupported_kind};
 use crate::state_metadata::{check_empty, mismatch};
 use crate::{Error, Result, StateDict};
 
@@ -156,6 +156,9 @@ impl Ema {
     /// tied weights once), or a tensor is not floating-point.
     pub fn new(named_parameters: Vec<(String, Tensor)>, config: EmaConfig) -> Result<Self> {
         config.validate()?;
+        for (name, tensor) in &named_parameters {
+            check_writable(name, tensor)?;
+        }
         check_distinct(named_parameters.iter().map(|(n, t)| (n.as_str(), t)))?;
         let _no_grad = tch::no_grad_guard();
         let (mut names, mut weights, mut averages) = (Vec::new(), Vec::new(), Vec::new());

@@ -67,6 +67,17 @@ pub enum Error {
         part: &'static str,
     },
 
+    /// A parameter cannot be updated in place.
+    #[error(
+        "parameter `{name}` is {problem}, and cannot be updated in place; pass a copy with memory of its own, as `Tensor::copy` makes"
+    )]
+    UnwritableParameter {
+        /// The name of the parameter.
+        name: String,
+        /// What it is.
+        problem: &'static str,
+    },
+
     /// A parameter is the result of an operation.
     #[error(
         "parameter `{name}` is not a leaf of the autograd graph, so it gets no gradient; pass the tensor from which it was computed"

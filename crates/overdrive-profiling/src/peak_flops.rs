@@ -152,8 +152,13 @@ fn best(shortest_of: &[(i64, Duration)]) -> PeakFlops {
 }
 
 fn matrix(width: i64, device: Device, dtype: Kind) -> Result<Tensor> {
-    // Not zeros: switching fewer bits takes less power, and GPUs multiply zeros at a higher clock.
-    Ok(Tensor::f_full([width, width], 0.37, (Kind::Float, device))?.f_to_kind(dtype)?)
+    // Not zeros: switching fewer bits takes less power, and GPUs multiply zeros at a higher clock. Not by `f_full`, which
+    // panics if the device cannot allocate: tch frees its scalar before it reads the error.
+    let ones = Tensor::f_ones([width, width], (Kind::Float, device)).or_else(|error| {
+        overdrive_sys::cuda::check_device(device)?;
+        Err(Error::from(error))
+    })?;
+    Ok(ones.f_mul_scalar(0.37)?.f_to_kind(dtype)?)
 }
 
 fn timed(device: Device, a: &Tensor, b: &Tensor) -> Result<Duration> {
@@ -250,6 +255,12 @@ mod tests {
         ] {
             assert_eq!(data_sheet(name, Kind::Float, tf32), Some(peak), "{name}");
         }
+    }
+
+    #[test]
+    fn a_device_that_this_process_does_not_have_is_an_error() {
+        let error = PeakFlops::measure(Device::Cuda(1000), Kind::Float).unwrap_err();
+        assert!(matches!(error, Error::UnknownPeak { .. }), "{error}");
     }
 
     #[test]

@@ -1,10 +1,11 @@
 use std::convert::Infallible;
 
+use overdrive_sys::cuda::check_device;
 use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::tiles::{self, Tiled};
-use crate::{Activations, Result, Scheme, gpu};
+use crate::{Activations, Error, Result, Scheme, gpu};
 
 /// The quantized weight `(O, I)` of a linear layer.
 #[derive(Debug)]
@@ -214,7 +215,12 @@ impl Storage {
     }
 
     pub(crate) fn to_device(&self, device: Device) -> Result<Storage> {
-        self.map(|tensor| Ok(tensor.f_to_device(device)?))
+        self.map(|tensor| {
+            tensor.f_to_device(device).or_else(|error| {
+                check_device(device)?;
+                Err(Error::from(error))
+            })
+        })
     }
 
     /// Returns views of `count` outputs from `first` on, or `None` for blocks of codes and tiles, which may span

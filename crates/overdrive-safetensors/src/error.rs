@@ -51,6 +51,14 @@ pub enum Error {
         /// The kind of the tensor.
         kind: Kind,
     },
+    /// A tensor to write has no dense elements.
+    #[error("the tensor `{name}` cannot be written: it is {problem}")]
+    UnwritableTensor {
+        /// The name of the tensor.
+        name: String,
+        /// What it is, with the remedy.
+        problem: &'static str,
+    },
     /// A tensor to write has a name that cannot be used.
     #[error("a tensor cannot be named `{name}`: {reason}")]
     BadName {

@@ -29,8 +29,8 @@ const CHUNK_BYTES: usize = 16 << 20;
 /// finds the old file or the new one, never a partial one, and an error leaves nothing behind.
 ///
 /// # Errors
-/// [`Error::Common`] if the file cannot be written, [`Error::UnwritableKind`] and [`Error::BadName`] for
-/// tensors that the format does not support, and errors of libtorch. An existing file at `path` is then unchanged.
+/// [`Error::Common`] if the file cannot be written, [`Error::UnwritableKind`], [`Error::UnwritableTensor`] and
+/// [`Error::BadName`] for tensors that the format does not support, and errors of libtorch. An existing file at `path` is then unchanged.
 pub fn write(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],
@@ -69,6 +69,18 @@ fn file_order(tensors: &[(String, Tensor)]) -> Result<Vec<(&str, &Tensor, Dtype)
             }
             if !names.insert(name) {
                 return refuse("another tensor of the file has this name");
+            }
+            let unwritable = |problem| {
+                let name = name.clone();
+                Err(Error::UnwritableTensor { name, problem })
+            };
+            if !tensor.defined() {
+                return unwritable(
+                    "undefined, as the gradient of a parameter without one; leave it out",
+                );
+            }
+            if tensor.is_sparse() {
+                return unwritable("sparse; convert it with `to_dense` first");
             }
             let kind = tensor.f_kind()?;
             let dtype = dtype_of(kind).ok_or_else(|| Error::UnwritableKind {

@@ -327,6 +327,14 @@ fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
             vec![named("__metadata__", one())],
             "a tensor cannot be named `__metadata__`: the format reserves this name",
         ),
+        (
+            vec![named("ids", one().to_sparse_sparse_dim(1))],
+            "the tensor `ids` cannot be written: it is sparse; convert it with `to_dense` first",
+        ),
+        (
+            vec![named("grad", one().grad())],
+            "the tensor `grad` cannot be written: it is undefined, as the gradient of a parameter without one; leave it out",
+        ),
     ] {
         assert_eq!(
             write(&path, &tensors, &NONE).unwrap_err().to_string(),
@@ -335,6 +343,24 @@ fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
     }
     assert_eq!(fs::read(&path).unwrap(), before);
     assert_eq!(names_in(folder.path()), ["x.safetensors"]);
+}
+
+#[test]
+fn a_device_that_this_process_does_not_have_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    write(&path, &[named("w", Tensor::ones([2], CPU))], &NONE).unwrap();
+    let file = MappedFile::open(&path).unwrap();
+    let stored = file.tensor("w").unwrap();
+    let error = stored
+        .copy_to_tensor(None, Device::Cuda(100))
+        .unwrap_err()
+        .to_string();
+    let expected = "`device` is Cuda(100); it must be a device of this process";
+    assert!(
+        error.starts_with(expected) && !error.contains('\n'),
+        "{error}"
+    );
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 use std::ptr;
 
+use tch::{Cuda, Device};
+
 use crate::error::{Result, check, take_string};
 use crate::ffi;
 
@@ -74,4 +76,40 @@ pub fn compute_capability(device: usize) -> Result<(u32, u32)> {
         u32::try_from(major).unwrap_or(0),
         u32::try_from(minor).unwrap_or(0),
     ))
+}
+
+/// Checks that this process has `device`. Call it when an allocation there has failed: libtorch then lists its whole
+/// dispatcher, and does not say that it has no CUDA. Devices other than CUDA's pass.
+///
+/// # Errors
+/// [`overdrive_core::Error::InvalidOption`], with the reason why there is no such device.
+///
+/// ```
+/// use tch::Device;
+///
+/// assert!(overdrive_sys::cuda::check_device(Device::Cpu).is_ok());
+/// let error = overdrive_sys::cuda::check_device(Device::Cuda(1000)).unwrap_err();
+/// assert!(error.to_string().starts_with("`device` is Cuda(1000); it must be a device of this process"));
+/// ```
+pub fn check_device(device: Device) -> overdrive_core::Result<()> {
+    let count = Cuda::device_count();
+    let index = match device {
+        Device::Cuda(index) => i64::try_from(index).unwrap_or(i64::MAX),
+        _ => return Ok(()),
+    };
+    if index < count {
+        return Ok(());
+    }
+    let why = match library() {
+        Ok(CudaLibrary::Absent { .. }) => {
+            "its libtorch has no CUDA (`cargo xtask setup --cuda` fetches one that has)".to_owned()
+        }
+        Ok(CudaLibrary::Failed { reason }) => {
+            format!("libtorch's CUDA library could not be loaded: {reason}")
+        }
+        _ => format!("it sees {count} CUDA devices"),
+    };
+    let expected = format!("a device of this process: {why}");
+    let value = format!("{device:?}");
+    Err(overdrive_core::Error::option("device", value, expected))
 }

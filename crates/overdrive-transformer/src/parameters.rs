@@ -2,6 +2,7 @@ use std::collections::HashMap;
 
 use overdrive_nn::{AdapterHost, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
+use overdrive_sys::cuda::check_device;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
 
@@ -124,6 +125,14 @@ impl ParameterSpec {
     }
 }
 
+/// Returns the result of work on `device`; that the process has no such device, if that is why it failed.
+pub(crate) fn on_device<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    work().or_else(|error| {
+        check_device(device)?;
+        Err(error)
+    })
+}
+
 /// Allocates the parameters `specs` in the dtypes `kinds`, uninitialised. Those of a group, if they are of one
 /// dtype, are slices of one tensor, so that a joint matmul reads them without a copy.
 pub(crate) fn allocate(
@@ -138,6 +147,8 @@ pub(crate) fn allocate(
         .map(|(index, spec)| (spec.name.as_str(), index))
         .collect();
     let mut tensors: Vec<Option<Tensor>> = specs.iter().map(|_| None).collect();
+    let empty =
+        |shape: &[i64], kind| on_device(device, || Ok(Tensor::f_empty(shape, (kind, device))?));
     // Without this autograd would track the slices as views, and refuse in-place updates of them.
     let _no_grad = engine::GradMode::new(false);
     for group in groups {
@@ -154,7 +165,7 @@ pub(crate) fn allocate(
         }
         let mut shape = specs[first].shape.clone();
         shape[0] = members.iter().map(|&member| specs[member].shape[0]).sum();
-        let joint = Tensor::f_empty(&shape, (kinds[first], device))?;
+        let joint = empty(&shape, kinds[first])?;
         let mut start = 0;
         for member in members {
             let rows = specs[member].shape[0];
@@ -169,7 +180,7 @@ pub(crate) fn allocate(
         .map(|((spec, tensor), kind)| {
             let tensor = match tensor {
                 Some(slice) => slice,
-                None => Tensor::f_empty(&spec.shape, (*kind, device))?,
+                None => empty(&spec.shape, *kind)?,
             };
             Ok((spec.name, tensor))
         })

@@ -1,11 +1,12 @@
 //! The keys and values of a layer in blocks.
 
 use overdrive_attention::{PagedBlocks, PagedSlots, paged_write_pair, paged_write_quantized};
+use overdrive_sys::cuda::check_device;
 use tch::{Kind, Tensor};
 
 use super::block_pool::BlockId;
 use super::config::PagedCacheConfig;
-use crate::Result;
+use crate::{Error, Result};
 
 /// The keys and values of a layer.
 #[derive(Debug)]
@@ -80,7 +81,12 @@ impl Blocks {
         let rows = [blocks, heads, config.block_size];
         let shape = [rows[0], rows[1], rows[2], dim];
         // Not initialized: a block is read only up to the tokens that were written to it.
-        let empty = |shape: &[i64], kind| Tensor::f_empty(shape, (kind, config.device));
+        let empty = |shape: &[i64], kind| {
+            Tensor::f_empty(shape, (kind, config.device)).or_else(|error| {
+                check_device(config.device)?;
+                Err(Error::from(error))
+            })
+        };
         Ok(match config.kv_cache_dtype.codes() {
             None => Blocks {
                 elements: empty(&shape, config.kind)?,

@@ -205,3 +205,16 @@ fn appending_beyond_the_end_is_refused_and_changes_nothing() {
         "outside 0..4"
     );
 }
+
+#[test]
+fn a_device_that_this_process_does_not_have_is_named() {
+    let config = StaticCacheConfig {
+        device: Device::Cuda(100),
+        ..config(4)
+    };
+    let error = StaticCache::new(config).unwrap_err().to_string();
+    assert!(
+        error.starts_with("`device` is Cuda(100); it must be a device"),
+        "{error}"
+    );
+}

@@ -96,6 +96,17 @@ fn all_linear_skips_the_head_and_a_target_without_a_match_lists_the_layers() {
         error.to_string(),
         "no linear layer matches `target_modules` [\"query\"]; the model has model.layers.*.q_proj, lm_head"
     );
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::names(Vec::<String>::new())),
+        ..LoraConfig::default()
+    };
+    let error = add_adapter(&mut host, "b", &config, &AddOptions::default()).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .starts_with("no linear layer matches `target_modules` []"),
+        "{error}"
+    );
     // PEFT's table of defaults does not have this architecture.
     let error = add_adapter(
         &mut host,

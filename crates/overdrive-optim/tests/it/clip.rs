@@ -176,3 +176,22 @@ proptest! {
         prop_assert!((after - before * factor).abs() <= 1e-9 * (1.0 + after));
     }
 }
+
+#[test]
+fn a_sparse_gradient_is_named() {
+    let weight = Tensor::zeros([5, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let ids = Tensor::from_slice(&[1_i64, 2]);
+    let rows = Tensor::embedding(&weight, &ids, -1, false, true);
+    rows.sum(Kind::Float).backward();
+    let parameters = [Tensor::zeros([1], (Kind::Float, Device::Cpu)), weight];
+    for refused in [
+        clip_grad_norm(&parameters, 1.0, ClipOptions::default()).map(drop),
+        clip_grad_value(&parameters, 1.0),
+    ] {
+        let error = refused.unwrap_err().to_string();
+        assert!(
+            error.starts_with("the gradient of parameter `parameters[1]` is sparse"),
+            "{error}"
+        );
+    }
+}

@@ -1,8 +1,8 @@
 //! The groups of decayed parameters, and the adapter for tch's optimizers.
 
 use overdrive_optim::{
-    ClipOptions, DecayRule, Optimizer, ParamGroup, Sgd, SgdConfig, TchOptimizer, decay_groups,
-    grad_norm,
+    ClipOptions, DecayRule, Ema, EmaConfig, Optimizer, ParamGroup, Sgd, SgdConfig, TchOptimizer,
+    decay_groups, grad_norm,
 };
 use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
@@ -114,4 +114,30 @@ fn the_order_in_which_parameters_are_listed_changes_no_bit_of_their_norm() {
         .map(|(name, _)| name.as_str())
         .collect();
     assert_eq!(names, ["layer0.weight", "layer1.weight", "layer2.weight"]);
+}
+
+#[test]
+fn parameters_without_memory_of_their_own_are_refused() {
+    let row = || Tensor::zeros([1, 3], (Kind::Float, Device::Cpu));
+    for (parameter, problem) in [
+        (row().expand([4, 3], false), "expanded"),
+        (row().to_sparse_sparse_dim(2), "not dense"),
+        (Tensor::new(), "undefined"),
+    ] {
+        let named = || vec![("weight".to_owned(), parameter.shallow_clone())];
+        let group = ParamGroup::new("all", named());
+        let of_optimizer = Sgd::new(vec![group], SgdConfig::default()).map(drop);
+        let of_average = Ema::new(named(), EmaConfig::default()).map(drop);
+        for refused in [of_optimizer, of_average] {
+            let error = refused.unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("parameter `weight` is {problem}")),
+                "{error}"
+            );
+        }
+    }
+    // A dimension of one element has any stride, here 0.
+    let one = row().narrow(1, 0, 1).expand([1, 1], false);
+    let group = ParamGroup::new("all", vec![("weight".to_owned(), one)]);
+    Sgd::new(vec![group], SgdConfig::default()).unwrap();
 }

@@ -1,5 +1,6 @@
 //! The snapshots of a run folder.
 
+use overdrive_core::check_option;
 use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Ema;
@@ -68,13 +69,16 @@ impl TrainingArguments {
     /// under the name `loader`, and the plan is that of the rest of the run.
     ///
     /// # Errors
-    /// An error if the snapshot has no such entry or is one of other data.
+    /// An error if the loader has no batches, or the snapshot has no such entry or is one of other data.
     pub fn plan_from<B: OnDevice>(
         &self,
         loader: &mut DeviceLoader<B>,
         snapshot: Option<&Snapshot>,
     ) -> Result<TrainingPlan> {
-        let plan = self.plan(loader.batches_per_epoch() as u64)?;
+        let batches = loader.batches_per_epoch();
+        let expected = "a loader with at least one batch; its data has no records, or with `drop_last` fewer than a batch";
+        check_option(batches > 0, "loader", "without batches", expected)?;
+        let plan = self.plan(batches as u64)?;
         let Some(snapshot) = snapshot else {
             return Ok(plan);
         };

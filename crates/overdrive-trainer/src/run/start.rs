@@ -1,10 +1,12 @@
 //! The start of a run.
 
 use std::cell::RefCell;
+use std::collections::HashSet;
 use std::fmt;
 use std::rc::Rc;
 
 use overdrive_accumulation::GradientAccumulator;
+use overdrive_core::check_option;
 use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::{Optimizer, Stateful};
@@ -51,14 +53,38 @@ pub struct RunOptions {
     pub silent: bool,
 }
 
+/// What `parameters` must be.
+const SOME_PARAMETERS: &str = "the trainable parameters of the model, at least one";
+
+/// Checks that a program's optimizer updates parameters of the run only: of others, the run has neither the gradients
+/// of all processes nor the values in a snapshot.
+fn check_is_over(optimizer: &dyn Optimizer, parameters: &[(String, Tensor)]) -> Result<()> {
+    let own: HashSet<usize> = parameters
+        .iter()
+        .map(|(_, parameter)| parameter.data_ptr() as usize)
+        .collect();
+    let updated = optimizer.parameters();
+    let strange = updated
+        .iter()
+        .filter(|parameter| !own.contains(&(parameter.data_ptr() as usize)))
+        .count();
+    check_option(
+        strange == 0,
+        "RunOptions::optimizer",
+        format_args!("an optimizer with {strange} other parameters"),
+        "one over parameters that are passed to `TrainingRun::start`",
+    )?;
+    Ok(())
+}
+
 impl TrainingRun {
     /// Starts a run with `arguments` over the trainable `parameters`, whose tensors share storage with those of the model,
     /// or resumes it: the parameters get the values of the snapshot that `resume_from_checkpoint` names, `loader` goes to
     /// its position, and the options of these arguments replace those of the snapshot. Each process of `group` calls it.
     ///
     /// # Errors
-    /// An error of an argument; of a snapshot that is damaged or was saved with other inputs; if the models of the
-    /// processes differ, or one of them is lost.
+    /// An error of an argument; of a snapshot that is damaged or was saved with other inputs; if there are no parameters or
+    /// no batches, or the optimizer has other parameters; if the models of the processes differ, or one of them is lost.
     pub fn start<B: OnDevice>(
         arguments: &TrainingArguments,
         group: &ProcessGroup,
@@ -67,6 +93,12 @@ impl TrainingRun {
         options: RunOptions,
     ) -> Result<Self> {
         let (arguments, group) = (arguments.clone(), group.clone());
+        check_option(
+            !parameters.is_empty(),
+            "parameters",
+            "empty",
+            SOME_PARAMETERS,
+        )?;
         let precision = options.precision.unwrap_or(arguments.precision());
         let own = || arguments.fingerprints(&group);
         let fingerprints = options.fingerprints.map_or_else(own, Ok)?;
@@ -86,6 +118,9 @@ impl TrainingRun {
         };
         let plan = arguments.plan_from(loader, resumed.as_ref())?;
         let named = || arguments.new_optimizer(&group, shared(&parameters));
+        if let Some(optimizer) = &options.optimizer {
+            check_is_over(&**optimizer, &parameters)?;
+        }
         let mut optimizer = options.optimizer.map_or_else(named, Ok)?;
         let new = Optimizer::state_dict(&optimizer)?;
         let mut state = State {

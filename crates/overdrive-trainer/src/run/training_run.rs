@@ -388,6 +388,8 @@ impl TrainingRun {
     /// An error if a process is lost, or the best snapshot cannot be read.
     pub fn finish(mut self) -> Result<(RunSummary, Option<Ema>)> {
         self.save_if_due()?;
+        // A loop that ends before the last step of the plan leaves steps whose losses no line has read.
+        self.log.flush(&self.group)?;
         let root = self
             .snapshots
             .as_ref()

@@ -10,5 +10,6 @@ mod interrupted_runs;
 mod label_counts;
 mod precision;
 mod run_folders;
+mod run_parts;
 mod text_data;
 mod trackers;

@@ -5,7 +5,7 @@ use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, Init, InitOptions, LabelShift, LlamaConfig, ModelConfig,
 };
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 fn small() -> LlamaConfig {
     LlamaConfig {
@@ -228,4 +228,20 @@ fn a_model_can_move_to_another_thread() {
     });
     let here = want["logits"].sum(Kind::Double).double_value(&[]);
     assert!((sum.join().unwrap() - here).abs() < 1e-3);
+}
+
+#[test]
+fn a_device_that_this_process_does_not_have_is_named() {
+    let options = InitOptions {
+        device: Device::Cuda(100),
+        ..InitOptions::default()
+    };
+    let error = CausalLm::new(&small().into(), &options)
+        .unwrap_err()
+        .to_string();
+    let expected = "`device` is Cuda(100); it must be a device of this process";
+    assert!(
+        error.starts_with(expected) && !error.contains('\n'),
+        "{error}"
+    );
 }
