@@ -2,7 +2,7 @@
 
 use overdrive_attention::Backend;
 use overdrive_attention::rows::{HeadRows, RowsShape, attend};
-use overdrive_sys::cuda::check_device;
+use overdrive_sys::cuda::on_device;
 use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
@@ -25,10 +25,8 @@ impl Buffer {
     pub(crate) fn new(spec: Spec, capacity: i64) -> Result<Buffer> {
         let empty = |dim| {
             let size = [spec.batch, spec.heads, capacity, dim];
-            Tensor::f_empty(size, (spec.kind, spec.device)).or_else(|error| {
-                check_device(spec.device)?;
-                Err(Error::from(error))
-            })
+            let empty = Tensor::f_empty(size, (spec.kind, spec.device));
+            on_device(spec.device, empty.map_err(Error::from))
         };
         Ok(Buffer {
             keys: empty(spec.key_dim)?.into(),

@@ -154,10 +154,8 @@ fn best(shortest_of: &[(i64, Duration)]) -> PeakFlops {
 fn matrix(width: i64, device: Device, dtype: Kind) -> Result<Tensor> {
     // Not zeros: switching fewer bits takes less power, and GPUs multiply zeros at a higher clock. Not by `f_full`, which
     // panics if the device cannot allocate: tch frees its scalar before it reads the error.
-    let ones = Tensor::f_ones([width, width], (Kind::Float, device)).or_else(|error| {
-        overdrive_sys::cuda::check_device(device)?;
-        Err(Error::from(error))
-    })?;
+    let ones = Tensor::f_ones([width, width], (Kind::Float, device));
+    let ones = overdrive_sys::cuda::on_device(device, ones.map_err(Error::from))?;
     Ok(ones.f_mul_scalar(0.37)?.f_to_kind(dtype)?)
 }
 

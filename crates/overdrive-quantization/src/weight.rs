@@ -1,6 +1,6 @@
 use std::convert::Infallible;
 
-use overdrive_sys::cuda::check_device;
+use overdrive_sys::cuda::on_device;
 use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
@@ -215,12 +215,7 @@ impl Storage {
     }
 
     pub(crate) fn to_device(&self, device: Device) -> Result<Storage> {
-        self.map(|tensor| {
-            tensor.f_to_device(device).or_else(|error| {
-                check_device(device)?;
-                Err(Error::from(error))
-            })
-        })
+        self.map(|tensor| on_device(device, tensor.f_to_device(device).map_err(Error::from)))
     }
 
     /// Returns views of `count` outputs from `first` on, or `None` for blocks of codes and tiles, which may span

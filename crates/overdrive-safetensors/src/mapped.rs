@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use overdrive_sys::cuda::check_device;
+use overdrive_sys::cuda::on_device;
 use overdrive_sys::transfer::copy_bytes;
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
@@ -215,10 +215,8 @@ impl<'a> StoredTensor<'a> {
     /// [`Error::UnreadableFormat`] for a dtype without a kind, and errors of libtorch.
     pub fn copy_to_tensor(&self, kind: Option<Kind>, device: Device) -> Result<Tensor> {
         let kind = kind.unwrap_or(self.readable_kind()?);
-        let target = Tensor::f_empty(&self.shape, (kind, device)).or_else(|error| {
-            check_device(device)?;
-            Err(Error::from(error))
-        })?;
+        let target = Tensor::f_empty(&self.shape, (kind, device));
+        let target = on_device(device, target.map_err(Error::from))?;
         self.copy_into(&target)?;
         Ok(target)
     }

@@ -78,20 +78,36 @@ pub fn compute_capability(device: usize) -> Result<(u32, u32)> {
     ))
 }
 
-/// Checks that this process has `device`. Call it when an allocation there has failed: libtorch then lists its whole
-/// dispatcher, and does not say that it has no CUDA. Devices other than CUDA's pass.
+/// Returns the `result` of an allocation on `device`. If it is an error because this process has no such device, the error
+/// says so: libtorch's lists its whole dispatcher, and does not say that it has no CUDA.
 ///
 /// # Errors
-/// [`overdrive_core::Error::InvalidOption`], with the reason why there is no such device.
+/// That of `result`, or [`overdrive_core::Error::InvalidOption`] with the reason why there is no such device.
 ///
 /// ```
-/// use tch::Device;
+/// use overdrive_sys::cuda::on_device;
+/// use tch::{Device, Kind, Tensor};
 ///
-/// assert!(overdrive_sys::cuda::check_device(Device::Cpu).is_ok());
-/// let error = overdrive_sys::cuda::check_device(Device::Cuda(1000)).unwrap_err();
-/// assert!(error.to_string().starts_with("`device` is Cuda(1000); it must be a device of this process"));
+/// let zeros = |device| {
+///     let zeros = Tensor::f_zeros([2], (Kind::Float, device));
+///     on_device(device, zeros.map_err(overdrive_sys::Error::from))
+/// };
+/// assert!(zeros(Device::Cpu).is_ok());
+/// let error = zeros(Device::Cuda(1000)).unwrap_err().to_string();
+/// assert!(error.starts_with("`device` is Cuda(1000); it must be a device of this process"));
 /// ```
-pub fn check_device(device: Device) -> overdrive_core::Result<()> {
+pub fn on_device<T, E: From<overdrive_core::Error>>(
+    device: Device,
+    result: std::result::Result<T, E>,
+) -> std::result::Result<T, E> {
+    result.or_else(|error| {
+        check_device(device)?;
+        Err(error)
+    })
+}
+
+/// Checks that this process has `device`. Devices other than CUDA's pass.
+fn check_device(device: Device) -> overdrive_core::Result<()> {
     let count = Cuda::device_count();
     let index = match device {
         Device::Cuda(index) => i64::try_from(index).unwrap_or(i64::MAX),

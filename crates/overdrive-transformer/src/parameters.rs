@@ -2,12 +2,12 @@ use std::collections::HashMap;
 
 use overdrive_nn::{AdapterHost, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
-use overdrive_sys::cuda::check_device;
+use overdrive_sys::cuda::on_device;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
 
 use crate::moe::is_correction;
-use crate::{Init, Result};
+use crate::{Error, Init, Result};
 
 /// A parameter of a configuration.
 #[derive(Debug, Clone, PartialEq)]
@@ -125,14 +125,6 @@ impl ParameterSpec {
     }
 }
 
-/// Returns the result of work on `device`; that the process has no such device, if that is why it failed.
-pub(crate) fn on_device<T>(device: Device, work: impl FnOnce() -> Result<T>) -> Result<T> {
-    work().or_else(|error| {
-        check_device(device)?;
-        Err(error)
-    })
-}
-
 /// Allocates the parameters `specs` in the dtypes `kinds`, uninitialised. Those of a group, if they are of one
 /// dtype, are slices of one tensor, so that a joint matmul reads them without a copy.
 pub(crate) fn allocate(
@@ -147,8 +139,12 @@ pub(crate) fn allocate(
         .map(|(index, spec)| (spec.name.as_str(), index))
         .collect();
     let mut tensors: Vec<Option<Tensor>> = specs.iter().map(|_| None).collect();
-    let empty =
-        |shape: &[i64], kind| on_device(device, || Ok(Tensor::f_empty(shape, (kind, device))?));
+    let empty = |shape: &[i64], kind| {
+        on_device(
+            device,
+            Tensor::f_empty(shape, (kind, device)).map_err(Error::from),
+        )
+    };
     // Without this autograd would track the slices as views, and refuse in-place updates of them.
     let _no_grad = engine::GradMode::new(false);
     for group in groups {

@@ -1,7 +1,7 @@
 //! The keys and values of a layer in blocks.
 
 use overdrive_attention::{PagedBlocks, PagedSlots, paged_write_pair, paged_write_quantized};
-use overdrive_sys::cuda::check_device;
+use overdrive_sys::cuda::on_device;
 use tch::{Kind, Tensor};
 
 use super::block_pool::BlockId;
@@ -82,10 +82,8 @@ impl Blocks {
         let shape = [rows[0], rows[1], rows[2], dim];
         // Not initialized: a block is read only up to the tokens that were written to it.
         let empty = |shape: &[i64], kind| {
-            Tensor::f_empty(shape, (kind, config.device)).or_else(|error| {
-                check_device(config.device)?;
-                Err(Error::from(error))
-            })
+            let empty = Tensor::f_empty(shape, (kind, config.device));
+            on_device(config.device, empty.map_err(Error::from))
         };
         Ok(match config.kv_cache_dtype.codes() {
             None => Blocks {

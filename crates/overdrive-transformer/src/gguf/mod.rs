@@ -27,8 +27,8 @@ pub use save::GgufOptions;
 use std::path::Path;
 
 use overdrive_quantization::GgufFile;
+use overdrive_sys::cuda::on_device;
 
-use crate::parameters::on_device;
 use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 
 impl CausalLm {
@@ -65,7 +65,7 @@ impl CausalLm {
     /// Reads a model whose attention may be bidirectional (EmbeddingGemma).
     pub(crate) fn of_gguf(file: &GgufFile, options: &LoadOptions) -> Result<CausalLm> {
         let config = ModelConfig::from_gguf(file)?;
-        let parts = on_device(options.device, || load::tensors(file, &config, options))?;
+        let parts = on_device(options.device, load::tensors(file, &config, options))?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.set_generation_config(generation_config_from_gguf(file)?);
         Ok(model)
