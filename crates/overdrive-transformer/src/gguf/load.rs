@@ -282,10 +282,16 @@ fn part_of<'a>(
         expected,
     };
     let Some((index, count)) = place.slice else {
-        return match whole.shape() == shape {
-            true => Ok(*whole),
-            false => Err(Some(misshapen(shape.to_vec()))),
-        };
+        // To llama.cpp, a matrix of one row is a vector; its converter writes gates of shared experts as such matrices.
+        let mut tensor = Some(*whole);
+        while let Some(matrix) = tensor.filter(|tensor| {
+            tensor.shape().len() > shape.len() && tensor.shape().first() == Some(&1)
+        }) {
+            tensor = matrix.slice(0);
+        }
+        return tensor
+            .filter(|tensor| tensor.shape() == shape)
+            .ok_or_else(|| Some(misshapen(shape.to_vec())));
     };
     let stack = [&[count], shape].concat();
     match whole.slice(index).filter(|_| whole.shape() == stack) {

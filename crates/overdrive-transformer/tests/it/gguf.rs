@@ -401,6 +401,23 @@ fn experts_of_a_file_are_those_of_its_metadata() {
 
 /// Writes the tensors of `name` in f32 with other metadata, and one more tensor.
 fn rewritten(name: &str, metadata: &[(&str, GgufValue)], more: &str, path: &Path) {
+    let more = (
+        more.to_owned(),
+        Tensor::ones([2], (Kind::Float, Device::Cpu)),
+    );
+    rewritten_as(name, metadata, path, |mut tensors| {
+        tensors.push(more);
+        tensors
+    });
+}
+
+/// Writes the tensors of `name` in f32 as `change` returns them, with other metadata.
+fn rewritten_as(
+    name: &str,
+    metadata: &[(&str, GgufValue)],
+    path: &Path,
+    change: impl FnOnce(Vec<(String, Tensor)>) -> Vec<(String, Tensor)>,
+) {
     let file = GgufFile::open(fixture(&format!("{name}.gguf"))).unwrap();
     let mut values = file.metadata().clone();
     let changed = metadata.iter().cloned();
@@ -409,12 +426,7 @@ fn rewritten(name: &str, metadata: &[(&str, GgufValue)], more: &str, path: &Path
         let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
         (tensor.name().to_owned(), numbers)
     });
-    let tensors: Vec<(String, Tensor)> = tensors
-        .chain([(
-            more.to_owned(),
-            Tensor::ones([2], (Kind::Float, Device::Cpu)),
-        )])
-        .collect();
+    let tensors = change(tensors.collect());
     let info = |(name, tensor): &(String, Tensor)| GgufTensorInfo {
         name: name.clone(),
         shape: tensor.size(),
@@ -455,4 +467,28 @@ fn layers_that_predict_further_tokens_are_not_read_and_types_of_layers_may_be_li
     rewritten("qwen35", &short, "blk.2.nextn.enorm.weight", &path);
     let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("recurrent_layers"), "{error}");
+}
+
+#[test]
+fn the_gate_of_a_shared_expert_may_be_a_matrix_of_one_row_as_the_converter_writes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["qwen2moe", "qwen3next", "qwen35moe"] {
+        let path = folder.path().join(format!("{name}.gguf"));
+        let mut gates = 0;
+        rewritten_as(name, &[], &path, |tensors| {
+            let row = |(name, tensor): (String, Tensor)| {
+                if !name.ends_with("ffn_gate_inp_shexp.weight") {
+                    return (name, tensor);
+                }
+                assert_eq!(tensor.dim(), 1);
+                gates += 1;
+                (name, tensor.unsqueeze(0))
+            };
+            tensors.into_iter().map(row).collect()
+        });
+        assert!(gates > 0, "{name}");
+        let model = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+        let difference = difference(&model, name);
+        assert!(difference < 1e-4, "{name}: {difference:.1e}");
+    }
 }
