@@ -217,7 +217,10 @@ fn sources<'a>(
     let mut problems = CheckpointProblems::default();
     // These tensors are read into the configuration's rope scaling.
     let of_rope: &[&str] = match &llama.rope_scaling {
-        RopeScaling::LongRope(_) => &["rope_factors_long.weight", "rope_factors_short.weight"],
+        // Divisors of another formula than Llama 3.1's are LongRoPE's as well.
+        RopeScaling::LongRope(_) if !stored.contains_key("rope_freqs.weight") => {
+            &["rope_factors_long.weight", "rope_factors_short.weight"]
+        }
         _ => &["rope_freqs.weight"],
     };
     let mut used: BTreeSet<String> = of_rope.iter().map(|name| (*name).to_owned()).collect();

@@ -7,10 +7,12 @@ use overdrive_quantization::{
 };
 use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
-    CausalLm, Error, ForwardInput, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
-    RopeScaling,
+    CausalLm, Error, ForwardInput, GgufOptions, LlamaFamily, LoadOptions, ModelConfig,
+    QuantizeOptions, RopeScaling,
 };
 use tch::{Device, Kind, Tensor};
+
+use crate::common::{load, max_difference};
 
 fn fixture(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -491,4 +493,22 @@ fn the_gate_of_a_shared_expert_may_be_a_matrix_of_one_row_as_the_converter_write
         let difference = difference(&model, name);
         assert!(difference < 1e-4, "{name}: {difference:.1e}");
     }
+}
+
+#[test]
+fn frequencies_with_other_divisors_than_those_of_llama_3_are_read_as_they_were_written() {
+    let model = load("llama3_rope");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let options = GgufOptions::new("f32".parse().unwrap());
+    model.save_gguf(&path, &options).unwrap();
+    let read = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+    let ids = Tensor::arange(40, (Kind::Int64, Device::Cpu)).view([1, 40]);
+    let _no_grad = tch::no_grad_guard();
+    let [wanted, found] = [&model, &read].map(|model| {
+        let input = ForwardInput::new(&ids);
+        model.forward(input).unwrap()
+    });
+    let difference = max_difference(&found, &wanted);
+    assert!(difference < 1e-4, "{difference:.1e}");
 }
