@@ -672,6 +672,18 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
             json!({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}),
             "W8A8",
         ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": {}}},
+                "sparsity_config": {"format": "sparse-24-bitmask"}}),
+            "quantization_config.sparsity_config.format` is \"sparse-24-bitmask\"; it must be \"dense\"; use a copy",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": {}}},
+            "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": [
+                {"targets": ["Linear"], "location": "weight_input"}, {"targets": ["Linear"], "location": "input"},
+            ]}}}}),
+            "apply.location` is \"input\"; it must be weight_input or weight_output",
+        ),
         (json!(3), "is absent"),
     ] {
         let error = QuantizationConfig::from_json(&config)
