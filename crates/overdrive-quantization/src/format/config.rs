@@ -349,6 +349,23 @@ impl QuantizationConfig {
         }
     }
 
+    /// Returns the layout of compressed-tensors for weights that were read in groups with this one, which cannot be
+    /// written: GPTQ and AWQ. `None` for other layouts. Its groups are those of the file, although the weights have
+    /// smaller ones of equal scales where a size is not supported. `symmetric` if no weight has zero points.
+    pub fn regrouped(
+        &self,
+        symmetric: bool,
+        not_quantized: Vec<String>,
+    ) -> Option<QuantizationConfig> {
+        let (bits, size) = match self {
+            QuantizationConfig::Gptq(config) => (config.bits, config.group_size),
+            QuantizationConfig::Awq(config) => (config.bits, config.group_size),
+            _ => return None,
+        };
+        CompressedTensorsConfig::of_groups(bits, size, symmetric, not_quantized)
+            .map(QuantizationConfig::CompressedTensors)
+    }
+
     /// Returns the configuration for the same modules under other names, such as those of the text model in the folder of
     /// a multimodal model: `names` has the name of each module in the lists of this configuration, and its new name.
     ///

@@ -86,6 +86,29 @@ impl CompressedTensorsConfig {
         };
         let input_activations = (scheme == Scheme::Int8Dynamic)
             .then(|| QuantizationArgs::of(8, "int", true, "token", None));
+        Self::of_linear(weights, input_activations, format, not_quantized)
+    }
+
+    /// Returns the configuration of integers in groups of `group_size` inputs, or if it is -1 of one group in each row.
+    pub(in crate::format) fn of_groups(
+        bits: u8,
+        group_size: i64,
+        symmetric: bool,
+        not_quantized: Vec<String>,
+    ) -> Option<Self> {
+        let weights = match group_size {
+            1.. => QuantizationArgs::of(bits, "int", symmetric, "group", Some(group_size)),
+            _ => QuantizationArgs::of(bits, "int", symmetric, "channel", None),
+        };
+        Self::of_linear(weights, None, "pack-quantized", not_quantized)
+    }
+
+    fn of_linear(
+        weights: QuantizationArgs,
+        input_activations: Option<QuantizationArgs>,
+        format: &str,
+        not_quantized: Vec<String>,
+    ) -> Option<Self> {
         let group = ConfigGroup {
             targets: vec!["Linear".to_owned()],
             weights: Some(weights),
