@@ -7,7 +7,8 @@ use super::bitsandbytes::BitsAndBytesConfig;
 use super::compressed_tensors::CompressedTensorsConfig;
 use super::fp8::Fp8Config;
 use super::gptq::GptqConfig;
-use super::module_patterns::{any, skips_module};
+use super::modelopt::ModelOptConfig;
+use super::module_patterns::{any, covers_module, skips_module};
 use super::mxfp4::Mxfp4Config;
 use super::source::{Module, TensorSource};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
@@ -49,18 +50,22 @@ pub enum QuantizationConfig {
     Awq(AwqConfig),
     /// Experts in MXFP4, as gpt-oss is published.
     Mxfp4(Mxfp4Config),
-    /// 8-bit floats with one scale for each weight, as Ministral 3 is published, or for each block, as DeepSeek-V3 is.
+    /// 8-bit floats with one scale for each weight or row, as Ministral 3 is published, or for each block, as DeepSeek-V3
+    /// is.
     Fp8(Fp8Config),
+    /// 8-bit floats with one scale for each weight or row, and NVFP4, as NVIDIA's ModelOpt writes them.
+    ModelOpt(ModelOptConfig),
 }
 
 /// The values of `quant_method`.
-const METHODS: [&str; 6] = [
+const METHODS: [&str; 7] = [
     "bitsandbytes",
     "compressed-tensors",
     "gptq",
     "awq",
     "mxfp4",
     "fp8",
+    "modelopt",
 ];
 
 impl QuantizationConfig {
@@ -108,12 +113,21 @@ impl QuantizationConfig {
             "awq" => QuantizationConfig::Awq(parsed(object)?),
             "mxfp4" => QuantizationConfig::Mxfp4(parsed(object)?),
             "fp8" => QuantizationConfig::Fp8(parsed(object)?),
+            // The same tensors as AutoFP8's; the bound of the scales of activations belongs to them.
+            "fbgemm_fp8" => {
+                if let Some(object) = object.as_object_mut() {
+                    object.shift_remove("activation_scale_ub");
+                }
+                QuantizationConfig::Fp8(parsed(object)?)
+            }
+            "modelopt" => QuantizationConfig::ModelOpt(parsed(object)?),
             other => {
                 let found = match other {
                     "" => "absent".to_owned(),
                     other => format!("`{other}`"),
                 };
-                let expected = format!("one of {}", METHODS.join(", "));
+                let methods = METHODS.join(", ");
+                let expected = format!("one of {methods}; use a copy of the model in bf16");
                 return Err(Error::option(
                     "quantization_config.quant_method",
                     found,
@@ -128,6 +142,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(config) => config.validate()?,
             QuantizationConfig::Mxfp4(_) => {}
             QuantizationConfig::Fp8(config) => config.validate()?,
+            QuantizationConfig::ModelOpt(config) => config.validate()?,
         }
         Ok(config)
     }
@@ -144,6 +159,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(config) => serde_json::to_value(config),
             QuantizationConfig::Mxfp4(config) => serde_json::to_value(config),
             QuantizationConfig::Fp8(config) => serde_json::to_value(config),
+            QuantizationConfig::ModelOpt(config) => serde_json::to_value(config),
         };
         let mut value = value.map_err(|error| not_an_object(&error))?;
         if let Some(object) = value.as_object_mut() {
@@ -161,6 +177,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(_) => METHODS[3],
             QuantizationConfig::Mxfp4(_) => METHODS[4],
             QuantizationConfig::Fp8(_) => METHODS[5],
+            QuantizationConfig::ModelOpt(_) => METHODS[6],
         }
     }
 
@@ -181,6 +198,7 @@ impl QuantizationConfig {
             }
             QuantizationConfig::Mxfp4(_) => Some(Scheme::Mxfp4),
             QuantizationConfig::Fp8(config) => Some(config.scheme()),
+            QuantizationConfig::ModelOpt(config) => config.scheme(),
         })
     }
 
@@ -210,6 +228,7 @@ impl QuantizationConfig {
             QuantizationConfig::Fp8(config) => {
                 is_head() || any(config.not_quantized(), module, skips_module)?
             }
+            QuantizationConfig::ModelOpt(config) => any(&config.ignore, module, covers_module)?,
         };
         Ok(!skipped)
     }
@@ -231,6 +250,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(_) => AwqConfig::is_stored(module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::is_stored(module),
             QuantizationConfig::Fp8(_) => Fp8Config::is_stored(module),
+            QuantizationConfig::ModelOpt(_) => ModelOptConfig::is_stored(module),
         }
     }
 
@@ -251,6 +271,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(config) => config.read(module),
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::read(module),
             QuantizationConfig::Fp8(config) => config.read(module),
+            QuantizationConfig::ModelOpt(_) => ModelOptConfig::read(module),
         }
     }
 
@@ -258,8 +279,8 @@ impl QuantizationConfig {
     /// layout has the same codes.
     ///
     /// # Errors
-    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ, AWQ and FP8 with one scale for each
-    /// weight, which cannot be written; [`Error::BadWeight`] for zero points that are not integers (some weights from
+    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ, AWQ, ModelOpt and FP8 with one scale
+    /// for each weight or row, which cannot be written; [`Error::BadWeight`] for zero points that are not integers (some weights from
     /// GGUF files).
     pub fn write_weight(
         &self,
@@ -296,14 +317,20 @@ impl QuantizationConfig {
                 .map(|part| format!("{module}.{part}"))
                 .collect()
         };
-        match self {
-            QuantizationConfig::CompressedTensors(_) => {}
-            QuantizationConfig::Fp8(_) => return of(module, Fp8Config::STATIC_ACTIVATIONS),
+        let (of_module, of_attention) = match self {
+            QuantizationConfig::CompressedTensors(_) => (
+                CompressedTensorsConfig::STATIC_ACTIVATIONS,
+                CompressedTensorsConfig::STATIC_ATTENTION,
+            ),
+            QuantizationConfig::Fp8(_) => {
+                (Fp8Config::STATIC_ACTIVATIONS, Fp8Config::STATIC_ATTENTION)
+            }
+            QuantizationConfig::ModelOpt(_) => (ModelOptConfig::STATIC, &[][..]),
             _ => return Vec::new(),
-        }
-        let mut names = of(module, CompressedTensorsConfig::STATIC_ACTIVATIONS);
+        };
+        let mut names = of(module, of_module);
         if let Some((attention, _)) = module.rsplit_once('.') {
-            names.extend(of(attention, CompressedTensorsConfig::STATIC_ATTENTION));
+            names.extend(of(attention, of_attention));
         }
         names
     }
@@ -320,6 +347,23 @@ impl QuantizationConfig {
             }
             other => other,
         }
+    }
+
+    /// Returns the layout of compressed-tensors for weights that were read in groups with this one, which cannot be
+    /// written: GPTQ and AWQ. `None` for other layouts. Its groups are those of the file, although the weights have
+    /// smaller ones of equal scales where a size is not supported. `symmetric` if no weight has zero points.
+    pub fn regrouped(
+        &self,
+        symmetric: bool,
+        not_quantized: Vec<String>,
+    ) -> Option<QuantizationConfig> {
+        let (bits, size) = match self {
+            QuantizationConfig::Gptq(config) => (config.bits, config.group_size),
+            QuantizationConfig::Awq(config) => (config.bits, config.group_size),
+            _ => return None,
+        };
+        CompressedTensorsConfig::of_groups(bits, size, symmetric, not_quantized)
+            .map(QuantizationConfig::CompressedTensors)
     }
 
     /// Returns the configuration for the same modules under other names, such as those of the text model in the folder of
@@ -350,6 +394,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(_) => AwqConfig::PARTS,
             QuantizationConfig::Mxfp4(_) => Mxfp4Config::PARTS,
             QuantizationConfig::Fp8(_) => Fp8Config::PARTS,
+            QuantizationConfig::ModelOpt(_) => ModelOptConfig::PARTS,
         };
         parts
             .iter()

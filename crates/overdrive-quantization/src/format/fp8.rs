@@ -1,5 +1,5 @@
-//! Checkpoints in FP8: with one scale for each weight, as Ministral 3 and Devstral 2 are published, and with one for each
-//! block of a weight, as DeepSeek-V3 and the FP8 models of Qwen3 are.
+//! Checkpoints in FP8: with one scale for each weight or row, as Ministral 3 and Devstral 2 are published and AutoFP8 and
+//! FBGEMM write them, and with one for each block of a weight, as DeepSeek-V3 and the FP8 models of Qwen3 are.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -13,9 +13,10 @@ use crate::{Activations, Error, QuantizedWeight, Result, Scheme};
 /// The `quantization_config` of a checkpoint in FP8; keys as in transformers' `FineGrainedFP8Config`.
 ///
 /// A weight `(O, I)` is `{module}.weight`, f8 (e4m3), and `{module}.weight_scale_inv`: the number by which all of its
-/// elements are multiplied, or `(⌈O/128⌉, ⌈I/128⌉)`, one for each block. `activation_scheme` asks for activations in FP8,
-/// too: they are with one scale for each weight, on GPUs that multiply 8-bit floats, and stay floating-point with scales
-/// for blocks.
+/// elements are multiplied, or `(⌈O/128⌉, ⌈I/128⌉)`, one for each block. Files of AutoFP8 and FBGEMM (`fbgemm_fp8`) have
+/// `{module}.weight_scale` in its place, one number or one for each row, whatever `weight_block_size` is.
+/// `activation_scheme` asks for activations in FP8, too: they are with one scale for each weight or row, on GPUs that
+/// multiply 8-bit floats, and stay floating-point with scales for blocks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Fp8Config {
@@ -39,8 +40,9 @@ fn blocks() -> Option<Vec<i64>> {
 }
 
 /// The other keys with the values that change nothing here; `null` never does.
-const NEUTRAL: [(&str, &[&str]); 6] = [
+const NEUTRAL: [(&str, &[&str]); 7] = [
     ("activation_scheme", &["dynamic", "static"]),
+    ("kv_cache_scheme", &["dynamic", "static"]),
     ("fmt", &["e4m3", "float8_e4m3fn"]),
     // The scales are powers of two, and stored as floats nevertheless.
     ("scale_fmt", &["float", "ue8m0"]),
@@ -50,10 +52,16 @@ const NEUTRAL: [(&str, &[&str]); 6] = [
 ];
 
 impl Fp8Config {
-    pub(super) const PARTS: &'static [&'static str] = &["weight", "weight_scale_inv"];
+    pub(super) const PARTS: &'static [&'static str] =
+        &["weight", "weight_scale_inv", "weight_scale"];
 
-    /// The static scale of activations, which is not used.
-    pub(super) const STATIC_ACTIVATIONS: &'static [&'static str] = &["activation_scale"];
+    /// The static scales and bounds of activations, which are not used.
+    pub(super) const STATIC_ACTIVATIONS: &'static [&'static str] =
+        &["activation_scale", "input_scale", "input_scale_ub"];
+
+    /// The static scales of a cache, which are not used.
+    pub(super) const STATIC_ATTENTION: &'static [&'static str] =
+        &["k_scale", "v_scale", "kv_scale"];
 
     /// Returns the configuration of files with weights of this scheme, if it is that of blocks.
     pub(super) fn of(scheme: Scheme, not_quantized: Vec<String>) -> Option<Self> {
@@ -126,13 +134,15 @@ impl Fp8Config {
     }
 
     pub(super) fn read(&self, module: Module<'_>) -> Result<QuantizedWeight> {
-        let codes = module.tensor("weight", &[Kind::Float8e4m3fn], &[None, None])?;
-        if self.scheme() == Scheme::Fp8Blocks {
-            return read_blocks(module, codes, "weight_scale_inv");
+        let inverse = "weight_scale_inv";
+        if module.optional(inverse)?.is_none() && module.optional("weight_scale")?.is_some() {
+            return read_rows(module, "weight_scale");
         }
-        let scales = row_scales(module, "weight_scale_inv", 1, codes.size()[0])?;
-        let weight = module.built(QuantizedWeight::from_fp8(codes, scales))?;
-        weight.with_activations(Activations::Float8)
+        if self.scheme() == Scheme::Fp8 {
+            return read_rows(module, inverse);
+        }
+        let codes = module.tensor("weight", &[Kind::Float8e4m3fn], &[None, None])?;
+        read_blocks(module, codes, inverse)
     }
 
     /// Returns the tensors that a file has for a weight with scales for blocks.
@@ -158,6 +168,17 @@ impl Fp8Config {
             ),
         ])
     }
+}
+
+/// Reads a weight with one scale, or one for each row, whose activations are in FP8, too.
+pub(super) fn read_rows(module: Module<'_>, scales: &str) -> Result<QuantizedWeight> {
+    let codes = module.tensor("weight", &[Kind::Float8e4m3fn], &[None, None])?;
+    let outputs = codes.size()[0];
+    let count: i64 = module.required(scales)?.shape().iter().product();
+    let count = if count == 1 { 1 } else { outputs };
+    let scales = row_scales(module, scales, count, outputs)?;
+    let weight = module.built(QuantizedWeight::from_fp8(codes, scales))?;
+    weight.with_activations(Activations::Float8)
 }
 
 /// Reads a weight of these codes with a scale for each block.

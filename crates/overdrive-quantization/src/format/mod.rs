@@ -11,7 +11,8 @@
 //! | `awq` | groups of 4 bits (`gemm`) | yes | no |
 //! | `mxfp4` | 4-bit floats in blocks of 32, the experts of gpt-oss | yes | yes |
 //! | `fp8` | 8-bit floats with one scale for each block, DeepSeek-V3 | yes | yes |
-//! | `fp8` | 8-bit floats with one scale for each weight, Ministral 3 | yes | no |
+//! | `fp8`, `fbgemm_fp8` | 8-bit floats with one scale for each weight or row, Ministral 3, AutoFP8 | yes | no |
+//! | `modelopt` | 8-bit floats with one scale for each weight or row, and NVFP4 | yes | no |
 
 mod awq;
 mod bitsandbytes;
@@ -19,6 +20,7 @@ mod compressed_tensors;
 mod config;
 mod fp8;
 mod gptq;
+mod modelopt;
 mod module_patterns;
 mod mxfp4;
 mod packed_words;
@@ -30,5 +32,6 @@ pub use compressed_tensors::{CompressedTensorsConfig, ConfigGroup, QuantizationA
 pub use config::QuantizationConfig;
 pub use fp8::Fp8Config;
 pub use gptq::GptqConfig;
+pub use modelopt::ModelOptConfig;
 pub use mxfp4::Mxfp4Config;
 pub use source::TensorSource;

@@ -47,6 +47,14 @@ pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
     is_match(&regex, entry, module)
 }
 
+/// Returns `true` if an entry of ModelOpt's `ignore` matches a module: its full name, in which `*` stands for any
+/// characters.
+pub(super) fn covers_module(entry: &str, module: &str) -> Result<bool> {
+    let parts: Vec<_> = entry.split('*').map(fancy_regex::escape).collect();
+    let regex = parsed(&format!("^(?:{})$", parts.join(".*")), entry)?;
+    is_match(&regex, entry, module)
+}
+
 fn parsed(pattern: &str, entry: &str) -> Result<Regex> {
     Regex::new(pattern).map_err(|error| bad(entry, &error))
 }
@@ -106,6 +114,16 @@ mod tests {
             ("re:layers", "model.layers.0", false),
         ] {
             let found = names_module(entry, module).expect("a pattern");
+            assert_eq!(found, expected, "{entry} {module}");
+        }
+        for (entry, module, expected) in [
+            ("lm_head", "lm_head", true),
+            ("model.layers.0*", "model.layers.0.mlp.up_proj", true),
+            ("model.layers.0*", "model.layers.1.mlp.up_proj", false),
+            ("model.layers.0.mlp", "model.layers.0.mlp.up_proj", false),
+            ("*.k_proj", "model.layers.0.self_attn.k_proj", true),
+        ] {
+            let found = covers_module(entry, module).expect("a pattern");
             assert_eq!(found, expected, "{entry} {module}");
         }
         let error = names_module("re:(", "a").expect_err("no pattern");

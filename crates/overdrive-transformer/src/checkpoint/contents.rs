@@ -8,7 +8,7 @@ use super::multimodal;
 use super::packed_experts;
 use super::quantized::{LAYOUT_KEY, Views};
 use crate::moe::is_correction;
-use crate::parameters::ParameterSpec;
+use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LlamaConfig, LlamaFamily, ModelConfig, Result};
 
 /// The properties of a configuration that are needed to read and write its checkpoints.
@@ -67,6 +67,12 @@ pub(crate) trait CheckpointConfig {
         kind
     }
 
+    /// Returns `true` if files have the matrix of the parameter in either order of its inputs and outputs.
+    fn may_be_transposed(&self, parameter: &ParameterSpec) -> bool {
+        let _ = parameter;
+        false
+    }
+
     /// Returns `true` if a checkpoint without the parameter is complete: the model initializes it.
     fn may_be_missing(&self, parameter: &ParameterSpec) -> bool {
         let _ = parameter;
@@ -85,6 +91,14 @@ impl CheckpointConfig for ModelConfig {
             Kind::Half | Kind::BFloat16 if is_correction(&parameter.name) => Kind::Float,
             kind => kind,
         }
+    }
+
+    fn may_be_transposed(&self, parameter: &ParameterSpec) -> bool {
+        // Qwen3-VL's experts are published as `(E, I, O)`; transformers 5 saves them as `(E, O, I)`, and reads both.
+        let ModelConfig::Llama(config) = self else {
+            return false;
+        };
+        config.family == LlamaFamily::Qwen3VlMoe && parameter.role == ParameterRole::Conv1d
     }
 
     fn layers(&self) -> (&'static str, i64) {

@@ -227,20 +227,6 @@ fn layout_of(
     {
         return Ok(Some(layout.for_writing()));
     }
-    // Keyed by name, so that an error lists the schemes in a fixed order.
-    let schemes: BTreeMap<String, Scheme> = quantized
-        .values()
-        .map(|weight| (weight.scheme().to_string(), weight.scheme()))
-        .collect();
-    let mut values = schemes.values();
-    let (Some(scheme), None) = (values.next(), values.next()) else {
-        let names: Vec<&str> = schemes.keys().map(String::as_str).collect();
-        return Err(Error::Unsupported {
-            key: "quantization_config".to_owned(),
-            found: format!("weights of several schemes ({})", names.join(", ")),
-            supported: "one scheme per folder; call `CausalLm::dequantize` first".to_owned(),
-        });
-    };
     let layers = specs.iter().filter(|spec| {
         matches!(
             spec.role,
@@ -261,6 +247,31 @@ fn layout_of(
     {
         kept.push(head.to_owned());
     }
+    // Keyed by name, so that an error lists the schemes in a fixed order.
+    let schemes: BTreeMap<String, Scheme> = quantized
+        .values()
+        .map(|weight| (weight.scheme().to_string(), weight.scheme()))
+        .collect();
+    let mut values = schemes.values();
+    let (Some(scheme), None) = (values.next(), values.next()) else {
+        // Schemes of a file's groups differ where a size is not supported, or all zero points of a weight are the middle.
+        let groups = schemes.values().map(|scheme| match scheme {
+            Scheme::Grouped(options) => Some(options),
+            _ => None,
+        });
+        if let (Some(read), Some(groups)) = (&read, groups.collect::<Option<Vec<_>>>())
+            && let Some(layout) =
+                read.regrouped(groups.iter().all(|options| options.symmetric), kept)
+        {
+            return Ok(Some(layout));
+        }
+        let names: Vec<&str> = schemes.keys().map(String::as_str).collect();
+        return Err(Error::Unsupported {
+            key: "quantization_config".to_owned(),
+            found: format!("weights of several schemes ({})", names.join(", ")),
+            supported: "one scheme per folder; call `CausalLm::dequantize` first".to_owned(),
+        });
+    };
     let mut layout = QuantizationConfig::for_scheme(*scheme, kept);
     // What a folder in FP8 says beside the lists of modules, as other programs read it.
     let read = read.map(QuantizationConfig::for_writing);

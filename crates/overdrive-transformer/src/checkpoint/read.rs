@@ -150,11 +150,23 @@ pub(crate) fn read(
         match (schemes[index], indices.get(&spec.name)) {
             (Some(scheme), _) => {
                 // Quantization computes scales from fp32, whatever the dtype of the file.
-                let whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
+                let mut whole = stored.copy_to_tensor(Some(Kind::Float), options.device)?;
+                if is_transposed(stored, spec) {
+                    whole = whole.f_tr()?;
+                }
                 let weight = quantize_parameter(&whole, spec, scheme)?;
                 parts.quantized.insert(spec.module().to_owned(), weight);
             }
-            (None, Some(&parameter)) => stored.copy_into(&parts.parameters[parameter].1)?,
+            (None, Some(&parameter)) => {
+                let parameter = &mut parts.parameters[parameter].1;
+                match is_transposed(stored, spec) {
+                    true => {
+                        let whole = stored.copy_to_tensor(None, Device::Cpu)?;
+                        parameter.f_copy_(&whole.f_tr()?)?;
+                    }
+                    false => stored.copy_into(parameter)?,
+                }
+            }
             (None, None) => unreachable!("every parameter without a scheme was allocated"),
         }
         progress.add(stored.data().len() as u64);
@@ -285,11 +297,15 @@ fn check<'a>(
             continue;
         };
         match view.kind().filter(is_weight) {
-            _ if view.shape() != spec.shape => problems.misshapen.push(Misshapen {
-                name: spec.name.clone(),
-                found: view.shape().to_vec(),
-                expected: spec.shape.clone(),
-            }),
+            _ if view.shape() != spec.shape
+                && !(config.may_be_transposed(spec) && is_transposed(&view, spec)) =>
+            {
+                problems.misshapen.push(Misshapen {
+                    name: spec.name.clone(),
+                    found: view.shape().to_vec(),
+                    expected: spec.shape.clone(),
+                })
+            }
             None => problems.unreadable.push((spec.name.clone(), view.format())),
             Some(kind) => sources.push((view, kind)),
         }
@@ -308,6 +324,11 @@ fn check<'a>(
         path: dir.to_path_buf(),
         problems: Box::new(problems),
     })
+}
+
+/// Returns `true` if a file has the matrix with inputs and outputs in the other order.
+fn is_transposed(stored: &StoredTensor<'_>, spec: &ParameterSpec) -> bool {
+    stored.shape() != spec.shape && stored.shape().iter().rev().eq(&spec.shape)
 }
 
 /// Returns `true` if this crate computes with weights of `kind`.

@@ -217,7 +217,10 @@ fn sources<'a>(
     let mut problems = CheckpointProblems::default();
     // These tensors are read into the configuration's rope scaling.
     let of_rope: &[&str] = match &llama.rope_scaling {
-        RopeScaling::LongRope(_) => &["rope_factors_long.weight", "rope_factors_short.weight"],
+        // Divisors of another formula than Llama 3.1's are LongRoPE's as well.
+        RopeScaling::LongRope(_) if !stored.contains_key("rope_freqs.weight") => {
+            &["rope_factors_long.weight", "rope_factors_short.weight"]
+        }
         _ => &["rope_freqs.weight"],
     };
     let mut used: BTreeSet<String> = of_rope.iter().map(|name| (*name).to_owned()).collect();
@@ -282,10 +285,16 @@ fn part_of<'a>(
         expected,
     };
     let Some((index, count)) = place.slice else {
-        return match whole.shape() == shape {
-            true => Ok(*whole),
-            false => Err(Some(misshapen(shape.to_vec()))),
-        };
+        // To llama.cpp, a matrix of one row is a vector; its converter writes gates of shared experts as such matrices.
+        let mut tensor = Some(*whole);
+        while let Some(matrix) = tensor.filter(|tensor| {
+            tensor.shape().len() > shape.len() && tensor.shape().first() == Some(&1)
+        }) {
+            tensor = matrix.slice(0);
+        }
+        return tensor
+            .filter(|tensor| tensor.shape() == shape)
+            .ok_or_else(|| Some(misshapen(shape.to_vec())));
     };
     let stack = [&[count], shape].concat();
     match whole.slice(index).filter(|_| whole.shape() == stack) {

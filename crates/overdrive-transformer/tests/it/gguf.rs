@@ -7,10 +7,12 @@ use overdrive_quantization::{
 };
 use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
-    CausalLm, Error, ForwardInput, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
-    RopeScaling,
+    CausalLm, Error, ForwardInput, GgufOptions, LlamaFamily, LoadOptions, ModelConfig,
+    QuantizeOptions, RopeScaling,
 };
 use tch::{Device, Kind, Tensor};
+
+use crate::common::{load, max_difference};
 
 fn fixture(name: &str) -> PathBuf {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -401,6 +403,23 @@ fn experts_of_a_file_are_those_of_its_metadata() {
 
 /// Writes the tensors of `name` in f32 with other metadata, and one more tensor.
 fn rewritten(name: &str, metadata: &[(&str, GgufValue)], more: &str, path: &Path) {
+    let more = (
+        more.to_owned(),
+        Tensor::ones([2], (Kind::Float, Device::Cpu)),
+    );
+    rewritten_as(name, metadata, path, |mut tensors| {
+        tensors.push(more);
+        tensors
+    });
+}
+
+/// Writes the tensors of `name` in f32 as `change` returns them, with other metadata.
+fn rewritten_as(
+    name: &str,
+    metadata: &[(&str, GgufValue)],
+    path: &Path,
+    change: impl FnOnce(Vec<(String, Tensor)>) -> Vec<(String, Tensor)>,
+) {
     let file = GgufFile::open(fixture(&format!("{name}.gguf"))).unwrap();
     let mut values = file.metadata().clone();
     let changed = metadata.iter().cloned();
@@ -409,12 +428,7 @@ fn rewritten(name: &str, metadata: &[(&str, GgufValue)], more: &str, path: &Path
         let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
         (tensor.name().to_owned(), numbers)
     });
-    let tensors: Vec<(String, Tensor)> = tensors
-        .chain([(
-            more.to_owned(),
-            Tensor::ones([2], (Kind::Float, Device::Cpu)),
-        )])
-        .collect();
+    let tensors = change(tensors.collect());
     let info = |(name, tensor): &(String, Tensor)| GgufTensorInfo {
         name: name.clone(),
         shape: tensor.size(),
@@ -455,4 +469,46 @@ fn layers_that_predict_further_tokens_are_not_read_and_types_of_layers_may_be_li
     rewritten("qwen35", &short, "blk.2.nextn.enorm.weight", &path);
     let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
     assert!(error.to_string().contains("recurrent_layers"), "{error}");
+}
+
+#[test]
+fn the_gate_of_a_shared_expert_may_be_a_matrix_of_one_row_as_the_converter_writes_it() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["qwen2moe", "qwen3next", "qwen35moe"] {
+        let path = folder.path().join(format!("{name}.gguf"));
+        let mut gates = 0;
+        rewritten_as(name, &[], &path, |tensors| {
+            let row = |(name, tensor): (String, Tensor)| {
+                if !name.ends_with("ffn_gate_inp_shexp.weight") {
+                    return (name, tensor);
+                }
+                assert_eq!(tensor.dim(), 1);
+                gates += 1;
+                (name, tensor.unsqueeze(0))
+            };
+            tensors.into_iter().map(row).collect()
+        });
+        assert!(gates > 0, "{name}");
+        let model = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+        let difference = difference(&model, name);
+        assert!(difference < 1e-4, "{name}: {difference:.1e}");
+    }
+}
+
+#[test]
+fn frequencies_with_other_divisors_than_those_of_llama_3_are_read_as_they_were_written() {
+    let model = load("llama3_rope");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let options = GgufOptions::new("f32".parse().unwrap());
+    model.save_gguf(&path, &options).unwrap();
+    let read = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+    let ids = Tensor::arange(40, (Kind::Int64, Device::Cpu)).view([1, 40]);
+    let _no_grad = tch::no_grad_guard();
+    let [wanted, found] = [&model, &read].map(|model| {
+        let input = ForwardInput::new(&ids);
+        model.forward(input).unwrap()
+    });
+    let difference = max_difference(&found, &wanted);
+    assert!(difference < 1e-4, "{difference:.1e}");
 }

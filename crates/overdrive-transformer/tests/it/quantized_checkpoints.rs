@@ -300,3 +300,80 @@ fn a_bias_that_is_not_zero_is_refused_unless_the_configuration_has_it() {
     assert!(model.named_parameters().iter().any(|(own, _)| own == name));
     assert!(difference(&model, case) > 1e-3);
 }
+
+#[test]
+fn one_group_in_each_row_of_gptq_and_awq_is_written_as_channels() {
+    for (layout, symmetric) in [
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": -1}),
+            true,
+        ),
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": false}),
+            false,
+        ),
+        (
+            json!({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": false}),
+            false,
+        ),
+        (
+            json!({"quant_method": "awq", "bits": 4, "group_size": -1}),
+            false,
+        ),
+    ] {
+        let dir = copy_of("llama_gqa");
+        let path = dir.path().join("model.safetensors");
+        let file = MappedFile::open(&path).unwrap();
+        let per_word = if layout["bits"] == 4 { 8 } else { 4 };
+        let words = |shape: [i64; 2]| {
+            Tensor::randint_low(-1 << 31, (1 << 31) - 1, shape, (Kind::Int, Device::Cpu))
+        };
+        tch::manual_seed(1);
+        let mut tensors = Vec::new();
+        for stored in file.tensors() {
+            let dense = stored.copy_to_tensor(None, Device::Cpu).unwrap();
+            let Some(module) = stored.name().strip_suffix("_proj.weight") else {
+                tensors.push((stored.name().to_owned(), dense));
+                continue;
+            };
+            let [outputs, inputs] = [0, 1].map(|axis| dense.size()[axis]);
+            let codes = match layout["quant_method"] == "awq" {
+                true => [inputs, outputs / 8],
+                false => [inputs / per_word, outputs],
+            };
+            let zeros = match symmetric {
+                // Sevens: the middle minus one.
+                true => Tensor::full([1, outputs / 8], 0x7777_7777, (Kind::Int, Device::Cpu)),
+                false => words([1, outputs / per_word]),
+            };
+            let scales = Tensor::rand([1, outputs], (Kind::Float, Device::Cpu)) * 0.02;
+            for (part, tensor) in [
+                ("qweight", words(codes)),
+                ("qzeros", zeros),
+                ("scales", scales.to_kind(Kind::Half)),
+            ] {
+                tensors.push((format!("{module}_proj.{part}"), tensor));
+            }
+        }
+        drop(file);
+        overdrive_safetensors::write(&path, &tensors, &Default::default()).unwrap();
+        edit_config(dir.path(), |config| {
+            config.insert("quantization_config".to_owned(), layout.clone());
+        });
+        let (model, _) = load(dir.path());
+        let to = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(to.path(), &Default::default())
+            .unwrap();
+        let text = std::fs::read_to_string(to.path().join("config.json")).unwrap();
+        let written: Value = serde_json::from_str(&text).unwrap();
+        let weights = &written["quantization_config"]["config_groups"]["group_0"]["weights"];
+        assert_eq!(weights["strategy"], "channel", "{layout}");
+        assert_eq!(weights["symmetric"], symmetric, "{layout}");
+        let (again, _) = load(to.path());
+        let tokens = Tensor::from_slice(&[1_i64, 2, 3, 4]).view([1, 4]);
+        let [wanted, found] = [&model, &again]
+            .map(|model| tch::no_grad(|| model.forward(ForwardInput::new(&tokens)).unwrap()));
+        assert!(found.equal(&wanted), "{layout}");
+    }
+}

@@ -4,13 +4,14 @@
 use std::collections::BTreeSet;
 
 use overdrive_kv_cache::CacheImplementation;
+use overdrive_safetensors::MappedFile;
 use overdrive_transformer::{
     CausalLm, CheckpointOptions, Error, Execution, ForwardInput, ImageFeatures, ImageTokens,
-    InitOptions, LabelShift, LlamaConfig, LlamaFamily, Logits, ModelConfig, QuantizeOptions,
-    Schedule,
+    InitOptions, LabelShift, LlamaConfig, LlamaFamily, LoadOptions, Logits, ModelConfig,
+    QuantizeOptions, Schedule,
 };
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::common::{copy_of, dynamic_cache, edit_config, expected, fixture, load, max_difference};
 
@@ -423,4 +424,41 @@ fn images_that_do_not_fit_are_refused() {
         text.encode_images(&want["pixels"], &GRIDS),
         Err(Error::NoVision)
     ));
+}
+
+#[test]
+fn experts_in_the_order_in_which_transformers_saves_them_are_read() {
+    let folder = copy_of("qwen3_vl_moe");
+    let path = folder.path().join("model.safetensors");
+    let file = MappedFile::open(&path).unwrap();
+    let tensors = file.tensors().into_iter().map(|stored| {
+        let tensor = stored.copy_to_tensor(None, Device::Cpu).unwrap();
+        match stored.name().contains(".mlp.experts.") {
+            true => (
+                stored.name().to_owned(),
+                tensor.transpose(1, 2).contiguous(),
+            ),
+            false => (stored.name().to_owned(), tensor),
+        }
+    });
+    let tensors: Vec<(String, Tensor)> = tensors.collect();
+    drop(file);
+    overdrive_safetensors::write(&path, &tensors, &Default::default()).unwrap();
+    let read = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
+    let wanted = load("qwen3_vl_moe");
+    let parameters = wanted.named_parameters();
+    assert_eq!(read.named_parameters().len(), parameters.len());
+    for ((name, wanted), (_, found)) in parameters.iter().zip(read.named_parameters()) {
+        assert!(found.equal(wanted), "{name}");
+    }
+    let quantized = LoadOptions {
+        quantization: Some(QuantizeOptions::new("int8".parse().unwrap())),
+        ..LoadOptions::default()
+    };
+    let [read, wanted] = [folder.path(), &fixture("qwen3_vl_moe")].map(|folder| {
+        let model = CausalLm::from_pretrained(folder, &quantized).unwrap();
+        let ids = Tensor::from_slice(&[1_i64, 2, 3]).view([1, 3]);
+        tch::no_grad(|| model.forward(ForwardInput::new(&ids)).unwrap())
+    });
+    assert!(read.equal(&wanted));
 }

@@ -86,6 +86,29 @@ impl CompressedTensorsConfig {
         };
         let input_activations = (scheme == Scheme::Int8Dynamic)
             .then(|| QuantizationArgs::of(8, "int", true, "token", None));
+        Self::of_linear(weights, input_activations, format, not_quantized)
+    }
+
+    /// Returns the configuration of integers in groups of `group_size` inputs, or if it is -1 of one group in each row.
+    pub(in crate::format) fn of_groups(
+        bits: u8,
+        group_size: i64,
+        symmetric: bool,
+        not_quantized: Vec<String>,
+    ) -> Option<Self> {
+        let weights = match group_size {
+            1.. => QuantizationArgs::of(bits, "int", symmetric, "group", Some(group_size)),
+            _ => QuantizationArgs::of(bits, "int", symmetric, "channel", None),
+        };
+        Self::of_linear(weights, None, "pack-quantized", not_quantized)
+    }
+
+    fn of_linear(
+        weights: QuantizationArgs,
+        input_activations: Option<QuantizationArgs>,
+        format: &str,
+        not_quantized: Vec<String>,
+    ) -> Option<Self> {
         let group = ConfigGroup {
             targets: vec!["Linear".to_owned()],
             weights: Some(weights),
@@ -128,6 +151,7 @@ impl CompressedTensorsConfig {
     }
 
     pub(in crate::format) fn validate(&self) -> Result<()> {
+        self.check_transforms()?;
         let groups = self.groups()?;
         let expected = "an object with at least one group";
         check_option(!groups.is_empty(), CONFIG_GROUPS, "empty", expected)?;
@@ -139,8 +163,41 @@ impl CompressedTensorsConfig {
                     found += &format!(" of {outputs} by {inputs}");
                 }
                 let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor, channel or block \
-                                of 128 by 128, 4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
+                                of 128 by 128, 4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4); use a copy of \
+                                the model in bf16";
                 return Err(Error::option(CONFIG_GROUPS, found, expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses what changes the meaning of the tensors: sparse storage, and rotations that are multiplied while the model
+    /// runs. Those of weights are already in the file.
+    fn check_transforms(&self) -> Result<()> {
+        let refused = |option: &'static str, found: &Value, expected: &str| {
+            let expected = format!("{expected}; use a copy of the model in bf16");
+            Err(Error::option(option, found, expected))
+        };
+        let format = self.other.get("sparsity_config");
+        let format = format.and_then(|sparsity| sparsity.get("format"));
+        if let Some(format) = format.filter(|format| !format.is_null() && *format != "dense") {
+            return refused(
+                "quantization_config.sparsity_config.format",
+                format,
+                "\"dense\"",
+            );
+        }
+        let schemes = self.other.get("transform_config");
+        let schemes = schemes.and_then(|transforms| transforms.get("config_groups")?.as_object());
+        let applied = schemes.into_iter().flat_map(Map::values);
+        let applied = applied.filter_map(|scheme| scheme.get("apply")?.as_array());
+        for location in applied.flatten().filter_map(|apply| apply.get("location")) {
+            if !["weight_input", "weight_output"]
+                .iter()
+                .any(|offline| location == offline)
+            {
+                let option = "quantization_config.transform_config.config_groups.*.apply.location";
+                return refused(option, location, "weight_input or weight_output");
             }
         }
         Ok(())

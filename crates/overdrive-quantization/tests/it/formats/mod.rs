@@ -640,7 +640,7 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
     for (config, expected) in [
         (
             json!({"quant_method": "aqlm"}),
-            "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4, fp8",
+            "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4, fp8, modelopt; use a copy of the model in bf16",
         ),
         (json!({"bits": 4}), "is absent"),
         (json!({"quant_method": "gptq", "bits": 3}), "4 or 8"),
@@ -672,6 +672,26 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
             json!({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}),
             "W8A8",
         ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": {}}},
+                "sparsity_config": {"format": "sparse-24-bitmask"}}),
+            "quantization_config.sparsity_config.format` is \"sparse-24-bitmask\"; it must be \"dense\"; use a copy",
+        ),
+        (
+            json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": {}}},
+            "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": [
+                {"targets": ["Linear"], "location": "weight_input"}, {"targets": ["Linear"], "location": "input"},
+            ]}}}}),
+            "apply.location` is \"input\"; it must be weight_input or weight_output",
+        ),
+        (
+            json!({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}),
+            "quant_algo` is W4A16_AWQ; it must be one of FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4, MIXED_PRECISION; use a",
+        ),
+        (
+            json!({"quant_method": "modelopt"}),
+            "missing field `quant_algo`",
+        ),
         (json!(3), "is absent"),
     ] {
         let error = QuantizationConfig::from_json(&config)
@@ -683,4 +703,90 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
     let config = json!({"load_in_4bit": true, "bnb_4bit_quant_type": "nf4"});
     let config = QuantizationConfig::from_json(&config).unwrap();
     assert_eq!(config.method(), "bitsandbytes");
+}
+
+/// The file of the tensors.
+fn file_of(tensors: &[(String, Tensor)]) -> (tempfile::TempDir, MappedFile) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("weights.safetensors");
+    write(&path, tensors, &BTreeMap::new()).unwrap();
+    let file = MappedFile::open(&path).unwrap();
+    (folder, file)
+}
+
+#[test]
+fn fp8_with_a_scale_for_each_weight_or_row_is_read_in_the_layouts_of_autofp8_fbgemm_and_modelopt() {
+    let configs = [
+        json!({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}),
+        json!({"quant_method": "fp8", "activation_scheme": "dynamic", "kv_cache_scheme": "static"}),
+        json!({"quant_method": "fp8", "weight_block_size": null}),
+        json!({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
+        json!({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.router"]}),
+        json!({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "producer": {"name": "modelopt"}}),
+    ];
+    let codes = (random([24, 32], 1) * 4000.0).to_kind(Kind::Float8e4m3fn);
+    let rows = random([24, 1], 2).abs() + 0.1;
+    for config in configs {
+        let config = QuantizationConfig::from_json(&config).unwrap();
+        for shape in [&[][..], &[1], &[1, 1], &[24], &[24, 1]] {
+            let count: i64 = shape.iter().product();
+            let scales = rows.narrow(0, 0, count).reshape(shape);
+            let tensors = [
+                ("a.b.weight".to_owned(), codes.shallow_clone()),
+                ("a.b.weight_scale".to_owned(), scales.shallow_clone()),
+                ("a.b.input_scale".to_owned(), scales.shallow_clone()),
+            ];
+            let (_folder, file) = file_of(&tensors);
+            assert!(config.is_stored(&file, "a.b").unwrap());
+            let weight = config.read_weight(&file, "a.b").unwrap();
+            assert_eq!(weight.scheme(), Scheme::Fp8);
+            let by_row = scales.reshape([-1, 1]);
+            let expected = codes.to_kind(Kind::Float) * by_row;
+            assert_eq!(weight.dequantize(Kind::Float).unwrap(), expected);
+            let known = [config.tensor_names("a.b"), config.static_scale_names("a.b")].concat();
+            for (name, _) in &tensors {
+                assert!(known.contains(name), "{name}");
+            }
+        }
+        let tensors = [
+            ("a.b.weight".to_owned(), codes.shallow_clone()),
+            ("a.b.weight_scale".to_owned(), random([5, 1], 3)),
+        ];
+        let (_folder, file) = file_of(&tensors);
+        let error = config.read_weight(&file, "a.b").unwrap_err().to_string();
+        assert!(
+            error.contains("`weight_scale` is [5, 1]; it must be [24, 1]"),
+            "{error}"
+        );
+        assert!(config.is_quantized("model.up_proj").unwrap());
+    }
+}
+
+#[test]
+fn nvfp4_is_read_in_the_layout_of_modelopt() {
+    let own = QuantizationConfig::for_scheme(Scheme::Nvfp4, Vec::new());
+    let weight = QuantizedWeight::quantize(&random([24, 64], 1), Scheme::Nvfp4).unwrap();
+    let rename = |(name, tensor): (String, Tensor)| match name.as_str() {
+        "a.b.weight_packed" => ("a.b.weight".to_owned(), tensor),
+        // A factor where compressed-tensors has a divisor.
+        "a.b.weight_global_scale" => (
+            "a.b.weight_scale_2".to_owned(),
+            tensor.reciprocal().reshape(&[] as &[i64]),
+        ),
+        _ => (name, tensor),
+    };
+    let tensors = own.write_weight(&weight, "a.b").unwrap();
+    let tensors: Vec<(String, Tensor)> = tensors.into_iter().map(rename).collect();
+    let (_folder, file) = file_of(&tensors);
+    for algorithm in ["NVFP4", "MIXED_PRECISION"] {
+        let config = json!({"quant_method": "modelopt", "quant_algo": algorithm});
+        let config = QuantizationConfig::from_json(&config).unwrap();
+        let read = config.read_weight(&file, "a.b").unwrap();
+        assert_eq!(read.scheme(), Scheme::Nvfp4);
+        let [read, wanted] = [&read, &weight].map(|weight| weight.dequantize(Kind::Float).unwrap());
+        assert!(read.allclose(&wanted, 1e-6, 0.0, false));
+        // It is written in a layout that transformers reads.
+        let error = config.write_weight(&weight, "a.b").unwrap_err();
+        assert!(error.to_string().contains("modelopt"), "{error}");
+    }
 }
