@@ -18,8 +18,8 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    DpoArgs, DpoArguments, Finetuned, PreferenceTask, RewardMetrics, RewardTotals, RunEnd,
-    RunOptions, TrainingRun, find_executable_batch_size, print_line, run_main,
+    DpoArgs, DpoArguments, Finetuned, PreferenceTask, REWARD_METRICS, RewardMetrics, RewardTotals,
+    RunEnd, RunOptions, TrainingRun, find_executable_batch_size, print_line, run_main,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -49,6 +49,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     notes.iter().for_each(|note| say(note));
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
+    arguments.training.check_start(&REWARD_METRICS)?;
     let tuned = find_executable_batch_size(&mut all, &group, &mut say, |all, say| {
         train(all, &group, say)
     })?;

@@ -90,9 +90,10 @@ pub(crate) fn finetune(
     let mut arguments = arguments.clone();
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
-    if !writes {
+    match writes {
+        true => arguments.training.check_start(&[])?,
         // Without a folder there are no snapshots.
-        arguments.training.resume_from_checkpoint = None;
+        false => arguments.training.resume_from_checkpoint = None,
     }
     find_executable_batch_size(&mut arguments, group, &mut say, |arguments, say| {
         train(arguments, group, writes, say)

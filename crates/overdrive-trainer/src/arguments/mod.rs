@@ -33,14 +33,13 @@ pub use flags::ConfigArgs;
 pub use format::ConfigFormat;
 pub use layers::{Configuration, Layers};
 pub use model::ModelArguments;
-pub use preference::{DpoArguments, DpoConfig};
+pub use preference::{DpoArguments, DpoConfig, REWARD_METRICS};
 pub use training::TrainingArguments;
 
 pub(crate) use data::is_token_file;
 pub(crate) use format::read_file;
 pub(crate) use key::plain;
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};
-pub(crate) use preference::REWARDS;
 pub(crate) use read::{as_value, describe, keys_of, nearest};
 pub(crate) use saving::{ARGUMENTS, BITS_PER_BYTE, no_metric};
 pub(crate) use training::DEFAULT_LENGTH_COLUMN;

@@ -31,7 +31,7 @@ options! {
 
 /// The means of the rewards of pairs, under the names of TRL: of the chosen and of the rejected answers, the share of pairs
 /// whose chosen answer has the larger reward, and the difference between the rewards.
-pub(crate) const REWARDS: [&str; 4] = [
+pub const REWARD_METRICS: [&str; 4] = [
     "rewards/chosen",
     "rewards/rejected",
     "rewards/accuracies",

@@ -381,6 +381,17 @@ impl RunFolder {
 }
 
 impl TrainingArguments {
+    /// Checks what would end the run only after its data are tokenized and its model is loaded: whether its folder can be
+    /// created or resumed, and whether its evaluations have the metric that `metric_for_best_model` names, which is the
+    /// loss or one of `metrics`.
+    ///
+    /// # Errors
+    /// As [`RunFolder::open_or_create`] and [`check_metric`](Self::check_metric).
+    pub fn check_start(&self, metrics: &[&str]) -> Result<()> {
+        RunFolder::check(self)?;
+        self.check_metric(metrics)
+    }
+
     /// Returns the data and the tokenizer that a run reads, with their keys.
     fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
         let tokenizer = self.tokenizer.clone().map(|path| ("tokenizer", path));

@@ -45,7 +45,13 @@ pub(super) fn finding(
         return Ok(Finding::fine("disk", what));
     };
     let what = format!("{what}; {} are free", units::bytes(free));
-    let remedy = "keep fewer snapshots (`save_total_limit: 2`, `save_steps`), or write to another disk (`--out DIR`)";
+    let newest = match kept > 2 && arguments.save_total_limit != Some(1) {
+        true => "keep only the newest (`save_total_limit: 1`), ",
+        false => "",
+    };
+    let remedy = format!(
+        "save less often (`save_steps`), {newest}save none (`save_strategy: no`), or write to another disk (`--out DIR`)"
+    );
     Ok(Finding::fine("disk", what).or(needed > free, Failure, remedy))
 }
 

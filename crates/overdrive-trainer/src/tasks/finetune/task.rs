@@ -52,8 +52,6 @@ impl FinetuneTask {
         group: &ProcessGroup,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        // The tokens of a conversation include those of the template, so bytes of text cannot be counted.
-        arguments.training.check_metric(&[])?;
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
         let data = InstructionData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.fingerprints(arguments, group)?;

@@ -4,7 +4,7 @@ use overdrive_distributed::ProcessGroup;
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::arguments::REWARDS;
+use crate::arguments::REWARD_METRICS;
 
 /// The sums of the rewards of pairs, which stay on the device until their means are read.
 #[derive(Debug, Default)]
@@ -80,7 +80,7 @@ impl RewardMetrics {
     /// Returns the means with their names.
     pub fn named(&self) -> impl Iterator<Item = (String, f64)> + use<> {
         let means = [self.chosen, self.rejected, self.accuracies, self.margins];
-        REWARDS.map(str::to_owned).into_iter().zip(means)
+        REWARD_METRICS.map(str::to_owned).into_iter().zip(means)
     }
 }
 

@@ -10,7 +10,7 @@ use super::{
     DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, RewardTotals, dpo_loss,
     preference_log_probs,
 };
-use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments, REWARDS};
+use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments};
 use crate::error::invalid;
 use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
@@ -60,7 +60,6 @@ impl PreferenceTask {
         let config = arguments.dpo.clone();
         config.validate()?;
         let arguments = &mut arguments.finetune;
-        arguments.training.check_metric(&REWARDS)?;
         if arguments.use_peft && arguments.bias != BiasMode::None {
             let expected = "`none` for preferences, because the reference is the model without its adapter, and \
                             trained biases stay in it";
