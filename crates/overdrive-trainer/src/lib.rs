@@ -68,9 +68,8 @@ pub use advice::{
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend, DpoArguments,
     DpoConfig, DpoLossType, FinetuneArguments, GradientCheckpointingArguments, IntervalStrategy,
-    Layers, MixtureWeights, ModelArguments, OneOrMany, OptimizerName, Preset, Quant4Type,
-    REWARD_METRICS, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
-    TrainingArguments,
+    Layers, MixtureWeights, ModelArguments, OptimizerName, Preset, Quant4Type, REWARD_METRICS,
+    ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode, TrainingArguments,
 };
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};

@@ -7,11 +7,11 @@ use anyhow::Result;
 use overdrive::datasets::{Batch, DeviceLoader, PackingStrategy};
 use overdrive::distributed::ProcessGroup;
 use overdrive::generation::{ChatTemplate, Message, ModelFiles};
-use overdrive::lora::{LoadAdapterOptions, load_adapter};
+use overdrive::lora::{LoadAdapterOptions, Names, load_adapter};
 use overdrive::tracking::read_metrics;
 use overdrive::trainer::{
     FinetuneArguments, FinetuneMethod, FinetuneResults, InstructionData, IntervalStrategy, Layers,
-    OneOrMany, Quant4Type, ResumeFromCheckpoint,
+    Quant4Type, ResumeFromCheckpoint,
 };
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LlamaConfig, LoadOptions, ModelConfig,
@@ -74,7 +74,7 @@ pub(crate) fn prepare(folder: &Path, questions: usize) -> FinetuneArguments {
         lora_r: 8,
         lora_alpha: 16.0,
         lora_dropout: 0.0,
-        target_modules: Some(OneOrMany::One("all-linear".to_owned())),
+        target_modules: Some(Names::One("all-linear".to_owned())),
         ..FinetuneArguments::default()
     };
     arguments.training.data = vec![data];

@@ -342,43 +342,26 @@ pub(crate) mod attention_by_name {
     }
 }
 
-/// A list, or its only element. In PEFT's `target_modules` an element alone is `all-linear` or a regular expression, and
-/// the elements of a list are names or the ends of names.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "a string or a list of strings")]
-pub enum OneOrMany<T> {
-    /// One element.
-    One(T),
-    /// Several elements.
-    Many(Vec<T>),
-}
-
-impl From<OneOrMany<String>> for Names {
-    fn from(given: OneOrMany<String>) -> Self {
-        match given {
-            OneOrMany::One(pattern) => Self::One(pattern),
-            OneOrMany::Many(names) => Self::Many(names),
-        }
+/// Returns one string or a list of strings as a list.
+fn names_of(given: Names) -> Vec<String> {
+    match given {
+        Names::One(only) => vec![only],
+        Names::Many(all) => all,
     }
 }
 
 pub(super) fn one_or_many<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Vec<PathBuf>, D::Error> {
-    Ok(match OneOrMany::deserialize(deserializer)? {
-        OneOrMany::One(path) => vec![path],
-        OneOrMany::Many(paths) => paths,
-    })
+    let paths = names_of(Names::deserialize(deserializer)?);
+    Ok(paths.into_iter().map(PathBuf::from).collect())
 }
 
 pub(super) fn report_to<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Vec<ReportTo>, D::Error> {
-    let names = match Option::<OneOrMany<String>>::deserialize(deserializer)? {
-        None => Vec::new(),
-        Some(OneOrMany::One(name)) => vec![name],
-        Some(OneOrMany::Many(names)) => names,
-    };
+    let names = Option::<Names>::deserialize(deserializer)?;
+    let names = names.map(names_of).unwrap_or_default();
     let is_alone = |name: &String| name == "none" || name == "all";
     if names.len() > 1 && names.iter().any(is_alone) {
         let expected = "destinations, or `all` or `none` alone";

@@ -10,7 +10,7 @@ use overdrive_quantization::{BlockOptions, Scheme};
 use overdrive_transformer::QuantizeOptions;
 use serde::{Deserialize, Serialize};
 
-use super::choices::{ComputeDtype, OneOrMany, Quant4Type};
+use super::choices::{ComputeDtype, Quant4Type};
 use super::key::Harmless::{Any, Only};
 use super::key::List;
 use super::key::Range::{AtLeast, NotNegative};
@@ -83,17 +83,17 @@ options! {
             lora_dropout: f64 = 0.05 => Finetune("P", harmless: Any);
             /// The linear layers that get adapters: names, a regular expression, or all-linear. Default: PEFT's for the
             /// architecture.
-            target_modules: Option<OneOrMany<String>> = None =>
+            target_modules: Option<Names> = None =>
                 Finetune("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
             /// The parameters of all experts of a layer that get adapters, such as mlp.experts.down_proj, with `lora_dropout`
             /// 0. Default: none.
             target_parameters: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
-            exclude_modules: Option<OneOrMany<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            exclude_modules: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// The indices of the blocks whose layers get adapters, a number or a list. Default: all.
             layers_to_transform: Option<LayerIndices> = None => Finetune("JSON", harmless: Any);
             /// The name of the model's list of blocks, for `layers_to_transform`. Default: that before the first number.
-            layers_pattern: Option<OneOrMany<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            layers_pattern: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// Ranks of single layers, by name or regular expression, such as {"q_proj": 4}. Default: none.
             rank_pattern: IndexMap<String, i64> = IndexMap::new() => Finetune("JSON", harmless: Any);
             /// Alphas of single layers, likewise. Default: none.
@@ -162,9 +162,9 @@ impl FinetuneArguments {
             lora_alpha: self.lora_alpha,
             lora_dropout: self.lora_dropout,
             target_modules: self.target_modules.as_ref().map(|targets| match targets {
-                OneOrMany::One(text) => TargetModules::from(text.as_str()),
+                Names::One(text) => TargetModules::from(text.as_str()),
                 // A flag is always a list, also for `all-linear`.
-                OneOrMany::Many(names) => match names.as_slice() {
+                Names::Many(names) => match names.as_slice() {
                     [all] if all.eq_ignore_ascii_case("all-linear") => {
                         TargetModules::from(all.as_str())
                     }
@@ -172,9 +172,9 @@ impl FinetuneArguments {
                 },
             }),
             target_parameters: self.target_parameters.clone(),
-            exclude_modules: self.exclude_modules.clone().map(Names::from),
+            exclude_modules: self.exclude_modules.clone(),
             layers_to_transform: self.layers_to_transform.clone(),
-            layers_pattern: self.layers_pattern.clone().map(Names::from),
+            layers_pattern: self.layers_pattern.clone(),
             rank_pattern: self.rank_pattern.clone().into_iter().collect(),
             alpha_pattern: self.alpha_pattern.clone().into_iter().collect(),
             init_lora_weights: self.init_lora_weights,

@@ -25,7 +25,7 @@ mod validate;
 
 pub use choices::{
     ComputeDtype, CudaGraphs, DdpBackend, DpoLossType, GradientCheckpointingArguments,
-    IntervalStrategy, MixtureWeights, OneOrMany, OptimizerName, Preset, Quant4Type, ReportTo,
+    IntervalStrategy, MixtureWeights, OptimizerName, Preset, Quant4Type, ReportTo,
     ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
 };
 pub use finetune::FinetuneArguments;
