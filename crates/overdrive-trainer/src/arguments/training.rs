@@ -81,7 +81,7 @@ options! {
             /// The path of a tokenizer.json; a resumed run uses that of its snapshot. Default: a byte-level BPE of
             /// `vocab_size` tokens that is trained on the data.
             tokenizer: Option<PathBuf> = None => Train("FILE", per_rank: true, instead: HAS_TOKENIZER);
-            /// The vocabulary size of the tokenizer to train. Default 4096.
+            /// The vocabulary size of the tokenizer that is trained. Default 4096.
             vocab_size: u64 = 4096 => Train("N", instead: HAS_TOKENIZER);
             /// The number of tokens in a training sequence (also --max-seq-length). Default 256.
             context_length: u64 = 256 =>
