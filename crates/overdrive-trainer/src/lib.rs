@@ -1,12 +1,12 @@
-//! A training program but for its loop: the run that the loop drives, arguments under Hugging Face's names, presets, data,
-//! run folders, interrupts.
+//! Everything in a training program except the loop: the run that the loop drives, arguments under Hugging Face's names,
+//! presets, data, run folders, interrupts.
 //!
 //! The counterparts in Python are Accelerate's `Accelerator`, transformers' `TrainingArguments` and `HfArgumentParser`,
 //! and TRL's data preparation:
 //!
-//! - [`TrainingRun`] holds everything of a loop but the model, its loss and the data: precision, accumulation, clipping,
-//!   optimizer, schedule, averages, early stopping, snapshots, metrics. The loop stays in the program: the example `train`
-//!   is one, on a screen;
+//! - [`TrainingRun`] does the work of a loop around the model, its loss and the data: precision, accumulation, clipping,
+//!   optimizer, schedule, averages, early stopping, snapshots, metrics. The loop itself stays in the program; that of the
+//!   example `train` fits on a screen;
 //! - [`TrainingArguments`] is the configuration, and a [`Preset`] is a ready-made one;
 //! - [`TrainArgs`], [`FinetuneArgs`] and [`DpoArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
 //!   over a preset, and its errors name every invalid key, type and choice with the nearest valid one;

@@ -1,4 +1,4 @@
-//! Llama-, Gemma- and GPT-2-family language models over `tch` that read and write Hugging Face checkpoints.
+//! Language models for `tch`: decoders, encoders and encoder-decoder models, from and to Hugging Face checkpoints.
 //!
 //! [`CausalLm`] is a decoder with its language-model head. [`CausalLm::new`] makes a new model,
 //! [`CausalLm::from_pretrained`] loads a Hugging Face folder, and [`CausalLm::save_pretrained`] writes a folder that

@@ -1,7 +1,7 @@
 //! Faster training and serving with libtorch, from Rust.
 //!
 //! Overdrive is a set of small crates over [`tch`]. Each solves one problem and can be used alone;
-//! this one re-exports them, each behind a feature of its name, most of them on by default.
+//! this one re-exports them, each behind a feature of its name. Features marked (off) are not on by default.
 //!
 //! | module | feature | what it does |
 //! |---|---|---|
@@ -14,7 +14,7 @@
 //! | [`autograd`] | `autograd` | functions with a backward in Rust, hooks, gradients with all options |
 //! | [`optim`] | `optim` | AdamW (fused, 8-bit, paged) and others, clipping, schedules, EMA, early stopping |
 //! | [`nn`] | `nn` | the linear layer, dense or quantized, with a slot for adapters; embeddings |
-//! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
+//! | [`transformer`] | `transformer` | language models: decoders, encoders and encoder-decoder models from and to Hugging Face checkpoints |
 //! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their matmuls; GGUF, GPTQ, AWQ |
 //! | [`linear_attention`] | `linear-attention` | the gated delta rule of Qwen3-Next, and its short convolution |

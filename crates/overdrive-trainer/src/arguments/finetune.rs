@@ -51,29 +51,28 @@ options! {
         "Data" => {
             /// The maximum number of records. Default: all.
             max_train_samples: Option<usize> = None => Finetune("N", range: AtLeast(1));
-            /// The action on an invalid record. Default `stop`.
+            /// What to do with an invalid record. Default `stop`.
             on_bad_record: OnBadRecord = OnBadRecord::default() => Finetune("NAME", harmless: Only("\"stop\""));
         }
         "Records" => {
-            /// If `true`, the loss covers the response only, not the prompt. Default `true`.
+            /// If `true`, compute the loss on the response only, not on the prompt. Default `true`.
             completion_only_loss: bool = true => Finetune("", harmless: Only("false"));
-            /// If `true`, the loss covers the assistant's messages of a conversation only. Default `true`; `false` in
-            /// TRL.
+            /// If `true`, compute the loss on the assistant's messages of a conversation only. Default `true`; `false`
+            /// in TRL.
             assistant_only_loss: bool = true => Finetune("", harmless: Only("false"));
             /// The chat template instead of the model's: a .jinja file, or the folder of a model. Default: the model's.
             chat_template_path: Option<PathBuf> = None => Finetune("PATH");
-            /// If `true`, the model's chat template is used if it has one. Default `true`.
+            /// If `true`, use the model's chat template if it has one. Default `true`.
             apply_chat_template: bool = true => Finetune("", harmless: Only("false"));
             /// The format of a prompt without a chat template. Default `{prompt}`.
             prompt_template: String = "{prompt}".to_owned() => Finetune("TEXT");
         }
         "Evaluation and snapshots" => {
-            /// If `true`, the model with the adapter merged into it is also written, to `merged/`. Default `false`.
+            /// If `true`, also write the model with the adapter merged into it, to `merged/`. Default `false`.
             merge: bool = false => Finetune("", harmless: Only("false"));
         }
         "Adapters" => {
-            /// If `true`, adapters are trained and the model's weights are frozen; if `false`, all weights are trained.
-            /// Default `true`.
+            /// If `true`, train adapters and freeze the model's weights; if `false`, train all weights. Default `true`.
             use_peft: bool = true => Finetune("", spellings: &["use_lora"], harmless: Only("false"));
             /// The rank of the adapters. Default 16.
             lora_r: i64 = 16 => Finetune("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only("0"));
@@ -85,8 +84,8 @@ options! {
             /// architecture.
             target_modules: Option<Names> = None =>
                 Finetune("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
-            /// The parameters of all experts of a layer that get adapters, such as mlp.experts.down_proj, with `lora_dropout`
-            /// 0. Default: none.
+            /// The parameters without a layer of their own that get adapters, such as mlp.experts.down_proj of all experts;
+            /// they need `lora_dropout` 0. Default: none.
             target_parameters: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
             /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
             exclude_modules: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
@@ -94,39 +93,37 @@ options! {
             layers_to_transform: Option<LayerIndices> = None => Finetune("JSON", harmless: Any);
             /// The name of the model's list of blocks, for `layers_to_transform`. Default: that before the first number.
             layers_pattern: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
-            /// Ranks of single layers, by name or regular expression, such as {"q_proj": 4}. Default: none.
+            /// The ranks of single layers, by name or regular expression, such as {"q_proj": 4}. Default: none.
             rank_pattern: IndexMap<String, i64> = IndexMap::new() => Finetune("JSON", harmless: Any);
-            /// Alphas of single layers, likewise. Default: none.
+            /// The alphas of single layers, by name or regular expression. Default: none.
             alpha_pattern: IndexMap<String, f64> = IndexMap::new() => Finetune("JSON", harmless: Any);
             /// The initial values of the adapters: true (they change nothing), gaussian, orthogonal, olora, pissa,
             /// pissa_niter_N or loftq. Default `true`.
             init_lora_weights: InitLoraWeights = InitLoraWeights::Default => Finetune("NAME", harmless: Any);
-            /// If `true`, the second factors of the adapters have biases. Default `false`.
+            /// If `true`, add biases to the second factors of the adapters. Default `false`.
             lora_bias: bool = false => Finetune("", harmless: Any);
             /// The biases that are trained as well. Default `none`.
             bias: BiasMode = BiasMode::None => Finetune("NAME", harmless: Any);
-            /// If `true`, the scale is alpha / sqrt(rank). Default `false`.
+            /// If `true`, scale the adapters by alpha / sqrt(rank). Default `false`.
             use_rslora: bool = false => Finetune("", harmless: Any);
-            /// If `true`, the norms of the weights' rows are trained as well (DoRA). Default `false`.
+            /// If `true`, also train the norms of the weights' rows (DoRA). Default `false`.
             use_dora: bool = false => Finetune("", harmless: Any);
             /// The linear layers that are trained as full copies and saved with the adapter. Default: none.
             modules_to_save: Option<Vec<String>> = None =>
                 Finetune("NAME", list: List::Names, spellings: &["lora_modules_to_save"], harmless: Any);
         }
         "Quantization" => {
-            /// If `true`, the weights of the blocks are quantized to 4 bits while they are loaded (QLoRA). Default
-            /// `false`.
+            /// If `true`, quantize the weights of the blocks to 4 bits while loading them (QLoRA). Default `false`.
             load_in_4bit: bool = false =>
                 Finetune("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only("false"),
                     instead: TRAINED);
-            /// If `true`, the weights of the blocks are quantized to 8 bits while they are loaded (LLM.int8). Default
-            /// `false`.
+            /// If `true`, quantize the weights of the blocks to 8 bits while loading them (LLM.int8). Default `false`.
             load_in_8bit: bool = false =>
                 Finetune("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
             /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
             bnb_4bit_quant_type: Quant4Type = Quant4Type::default() =>
                 Finetune("NAME", harmless: Any, needs: "load_in_4bit");
-            /// If `true`, the scales of the blocks are quantized as well. Default `false`.
+            /// If `true`, quantize the scales of the blocks as well. Default `false`.
             bnb_4bit_use_double_quant: bool = false =>
                 Finetune("", spellings: &["use_bnb_nested_quant"], harmless: Any, needs: "load_in_4bit");
             /// The dtype of matmuls with 4-bit weights; the half types enable autocast for the whole run, unless `bf16`

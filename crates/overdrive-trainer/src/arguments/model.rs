@@ -27,7 +27,7 @@ options! {
             num_hidden_layers: u64 = 6 => Train("N", range: AtLeast(1));
             /// The number of query heads. Default 4.
             num_attention_heads: u64 = 4 => Train("N", range: AtLeast(1));
-            /// The number of key and value heads; fewer than query heads is grouped-query attention. Default: the
+            /// The number of key and value heads; fewer than query heads for grouped-query attention. Default: the
             /// number of query heads.
             num_key_value_heads: Option<u64> = None => Train("N", range: AtLeast(1));
             /// The size of a head. Default: hidden size / query heads.
@@ -42,11 +42,11 @@ options! {
             rms_norm_eps: f64 = 1e-6 => Train("X", range: Positive);
             /// The standard deviation of the initial weights. Default 0.02.
             initializer_range: f64 = 0.02 => Train("X", range: Positive);
-            /// If `true`, the output layer shares the weights of the embedding. Default `true`.
+            /// If `true`, share the weights of the embedding with the output layer. Default `true`.
             tie_word_embeddings: bool = true => Train("");
-            /// If `true`, the attention projections have biases. Default `false`.
+            /// If `true`, add biases to the attention projections. Default `false`.
             attention_bias: bool = false => Train("");
-            /// If `true`, the feed-forward projections have biases. Default `false`.
+            /// If `true`, add biases to the feed-forward projections. Default `false`.
             mlp_bias: bool = false => Train("");
         }
     }

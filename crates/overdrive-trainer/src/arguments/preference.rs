@@ -23,7 +23,7 @@ options! {
             /// The probability that the answers of a pair are swapped, at least 0 and below 0.5, for
             /// `loss_type: robust`. Default 0.
             label_smoothing: f64 = 0.0 => Dpo("P", harmless: Only("0"));
-            /// If `true`, the dropouts of the model and of its adapters are off. Default `true`.
+            /// If `true`, turn off the dropouts of the model and of its adapters. Default `true`.
             disable_dropout: bool = true => Dpo("");
         }
     }

@@ -47,7 +47,7 @@ options! {
             /// The folder of the run. Default: a new one under `runs/`.
             output_dir: Option<PathBuf> = None =>
                 Both("DIR", per_rank: true, flag: Some("out"), spellings: &["out_dir"]);
-            /// If `true`, a run that `output_dir` holds is replaced, unless it is running. Default `false`.
+            /// If `true`, replace the run in `output_dir`, unless it is still running. Default `false`.
             overwrite_output_dir: bool = false => Both("", per_rank: true, flag: Some("overwrite"));
             /// The seed of the weights, the order of the data and the samples. Default 42.
             seed: u64 = 42 => Both("N", orders_data: true);
@@ -60,8 +60,7 @@ options! {
             data: Vec<PathBuf> = Vec::new() =>
                 Both("PATH", per_rank: true, list: Paths, spellings: &["train_file", "data_path", "dataset"],
                     help_of_finetune: Some("Records to train on: JSON Lines (or a JSON array) with `prompt` and `response`, `messages`, `instruction` and `output`, or `text`"));
-            /// The quantity that the weights of a mixture are shares of: `samples` are rows of the batches. Default
-            /// `tokens`.
+            /// The unit of the weights of a mixture (samples are rows of the batches). Default `tokens`.
             mixture_weights: MixtureWeights = MixtureWeights::default() =>
                 Train("NAME", harmless: Only("\"tokens\""), instead: NO_MIXTURE);
             /// The weights of a mixture after a number of steps, one for each source: 2000:0.2,0.8. Default: none.
@@ -71,12 +70,12 @@ options! {
             dataset_text_field: String = "text".to_owned() =>
                 Train("NAME", flag: Some("text-column"), spellings: &["text_column"], harmless: Only("\"text\""),
                     instead: "the format of a record is recognized by its field names: call the field `text`");
-            /// The unit of a text file that is a document: the whole file, or each line. Default `document`.
+            /// The part of a text file that is one document, all of it or each line. Default `document`.
             sample_by: SampleBy = SampleBy::default() =>
                 Train("NAME", instead: "leave it out: files of records have records");
-            /// If `true`, documents that are equal to an earlier one are removed before tokenization. Default `false`.
+            /// If `true`, remove documents that equal an earlier one before tokenization. Default `false`.
             remove_duplicates: bool = false => Both("");
-            /// The fraction of the documents that is held out for validation, above 0 and below 1. Default 0.05.
+            /// The fraction of the documents to hold out for validation, above 0 and below 1. Default 0.05.
             validation_fraction: f64 = 0.05 =>
                 Both("FRACTION", orders_data: true, range: Between, instead: "0.05 is a good start");
             /// The path of a tokenizer.json; a resumed run uses that of its snapshot. Default: a byte-level BPE of
@@ -88,20 +87,20 @@ options! {
             context_length: u64 = 256 =>
                 Both("N", orders_data: true, range: AtLeast(1), spellings: &["max_seq_length", "max_length", "ctx_len"],
                     help_of_finetune: Some("Maximum number of tokens in an example, at most the context of the model (also --max-seq-length)"));
-            /// The kind of a training sequence: a window of the concatenated documents, or a document. Default:
+            /// The content of a training sequence, a window of the concatenated documents or one document. Default:
             /// windows, unless `packing`, `padding_free`, `group_by_length` or `pad_to_multiple_of` needs documents.
             sequences: Option<SequenceMode> = None =>
                 Train("NAME", harmless: Only("\"documents\""),
                     instead: "each example is a sequence: drop the key, and write `packing: true` for rows without padding");
-            /// If `true`, as many documents as fit are packed into a row. Default `false`.
+            /// If `true`, pack as many documents into a row as fit. Default `false`.
             packing: bool = false => Both("", orders_data: true, excludes: &["group_by_length"]);
-            /// The assignment of documents to packed rows. Default `bfd`.
+            /// The method that assigns documents to packed rows. Default `bfd`.
             packing_strategy: PackingStrategy = PackingStrategy::default() => Both("NAME", needs: "packing");
-            /// If `true`, the documents of a batch are concatenated instead of padded. Default `false`.
+            /// If `true`, concatenate the documents of a batch instead of padding them. Default `false`.
             padding_free: bool = false => Both("");
-            /// The number of which the padded length of a batch is made a multiple. Default 1.
+            /// The multiple to which the length of a padded batch is rounded up. Default 1.
             pad_to_multiple_of: usize = 1 => Both("N", range: AtLeast(1));
-            /// If `true`, documents of similar lengths form a batch. Default `false`.
+            /// If `true`, form batches of documents of similar length. Default `false`.
             group_by_length: bool = false => Both("", orders_data: true, excludes: &["packing"]);
             /// The column of numbers that replaces the token counts in `group_by_length`, if the records have it.
             /// Default `length`.
@@ -115,10 +114,9 @@ options! {
             /// The number of batches that each worker prepares ahead. Default: 2.
             dataloader_prefetch_factor: Option<usize> = None =>
                 Both("N", per_rank: true, range: AtLeast(1), spellings: &["prefetch_factor"]);
-            /// If `true`, batches are copied to a GPU from page-locked memory, concurrently with computation. Default
-            /// `true`.
+            /// If `true`, copy batches to a GPU from page-locked memory, during computation. Default `true`.
             dataloader_pin_memory: bool = true => Both("", per_rank: true, spellings: &["pin_memory"]);
-            /// If `true`, the last batch of an epoch is dropped if it has fewer rows. Default `false`.
+            /// If `true`, drop the last batch of an epoch if it has fewer rows. Default `false`.
             dataloader_drop_last: bool = false => Both("");
         }
         "Model" => {
@@ -136,11 +134,11 @@ options! {
             per_device_train_batch_size: u64 = 8 =>
                 Both("N", range: AtLeast(1), flag: Some("micro-batch-size"),
                     spellings: &["batch_size", "micro_batch_size", "per_gpu_train_batch_size"]);
-            /// If `true`, the micro-batch is the largest up to the given one that fits into the free memory by the
-            /// estimate, and at most half of it whenever memory runs out, for the same effective batch. Default
-            /// `false`.
+            /// If `true`, take the largest micro-batch up to the given one that fits into the free memory by the
+            /// estimate, and halve it whenever memory runs out; the effective batch stays the same. Default `false`.
             auto_find_batch_size: bool = false => Both("");
-            /// The number of micro-batches in an optimizer step; the last step of an epoch has the rest. Default 1.
+            /// The number of micro-batches in an optimizer step; the last step of an epoch takes what is left. Default
+            /// 1.
             gradient_accumulation_steps: u64 = 1 => Both("N", range: AtLeast(1));
             /// The highest learning rate of the schedule. Default 5e-5.
             learning_rate: f64 = 5e-5 => Both("X", range: Positive, spellings: &["lr"]);
@@ -161,7 +159,8 @@ options! {
             optim: OptimizerName = OptimizerName::default() => Both("NAME", spellings: &["optimizer"]);
             /// The decoupled weight decay of matrices and embeddings; norms and biases have none. Default 0.
             weight_decay: f64 = 0.0 => Both("X", range: NotNegative);
-            /// If `true`, embeddings and a head that shares their table decay too, as in transformers. Default `true`.
+            /// If `true`, apply weight decay to embeddings and to a head that shares their table, as in transformers.
+            /// Default `true`.
             decay_embeddings: bool = true => Both("");
             /// The decay of AdamW's first moment. Default 0.9.
             adam_beta1: f64 = 0.9 => Both("X", range: BelowOne);
@@ -174,23 +173,23 @@ options! {
             ema_decay: Option<f64> = None => Both("X", range: BelowOne);
         }
         "Evaluation and snapshots" => {
-            /// The times of an evaluation on the validation data. Default `no`.
+            /// When to evaluate on the validation data. Default `no`.
             eval_strategy: IntervalStrategy = IntervalStrategy::default() =>
                 Both("NAME", spellings: &["evaluation_strategy"]);
-            /// The number of steps between evaluations, below 1 a fraction of all steps, 0 for none. Default: that of
+            /// The number of steps between evaluations; below 1, a fraction of all steps; 0 for none. Default: that of
             /// the log lines.
             eval_steps: Option<f64> = None => Both("N", range: Steps, spellings: &["eval_interval", "eval_every"]);
-            /// If `true`, there is also an evaluation before the first step. Default `false`.
+            /// If `true`, evaluate before the first step as well. Default `false`.
             eval_on_start: bool = false => Both("");
             /// The maximum number of batches in an evaluation. Default: all.
             max_eval_batches: Option<u64> = None => Both("N", range: AtLeast(1));
             /// The number of sequences in an evaluation batch, per device. Default 8.
             per_device_eval_batch_size: u64 = 8 =>
                 Both("N", range: AtLeast(1), spellings: &["per_gpu_eval_batch_size"]);
-            /// The times of a snapshot, from which a run can be resumed; `best` saves one whenever
-            /// `metric_for_best_model` improves. Default `steps`.
+            /// When to save a snapshot, from which a run can resume; `best` saves one whenever `metric_for_best_model`
+            /// improves. Default `steps`.
             save_strategy: SaveStrategy = SaveStrategy::default() => Both("NAME");
-            /// The number of steps between snapshots, below 1 a fraction of all steps, 0 for none; there is always one
+            /// The number of steps between snapshots; below 1, a fraction of all steps; 0 for none. There is always one
             /// after the last step. Default 500.
             save_steps: f64 = 500.0 =>
                 Both("N", range: Steps, spellings: &["save_interval", "save_every", "checkpoint_interval"]);
@@ -202,16 +201,16 @@ options! {
             /// none), or its folder. Default: a new run.
             resume_from_checkpoint: Option<ResumeFromCheckpoint> = None =>
                 Both("true|DIR", spellings: &["auto_resume"]);
-            /// If `true`, a run resumes although its data, its tokenizer or an argument that the snapshot depends on
-            /// has changed. Default `false`.
+            /// If `true`, resume although the data, the tokenizer or an argument that the snapshot depends on has
+            /// changed. Default `false`.
             resume_with_changes: bool = false => Both("");
-            /// If `true`, the weights of the best snapshot are loaded at the end. Default `false`.
+            /// If `true`, load the weights of the best snapshot at the end. Default `false`.
             load_best_model_at_end: bool = false => Both("");
-            /// The metric that determines the best snapshot: loss or another metric of the evaluations, such as
-            /// bits_per_byte where the bytes of the text are known, also with the prefix `eval_`. Default: loss.
+            /// The metric that determines the best snapshot, with or without the prefix `eval_`: loss, or another
+            /// metric of the evaluations, such as bits_per_byte where the bytes of the text are known. Default: loss.
             metric_for_best_model: Option<String> = None => Both("NAME");
-            /// If `true`, a greater value of that metric is better. Default: true unless the metric is a loss or bits per
-            /// byte.
+            /// If `true`, count a greater value of that metric as better. Default: true unless the metric is a loss or
+            /// bits per byte.
             greater_is_better: Option<bool> = None => Both("");
             /// The number of consecutive evaluations without improvement after which the run ends. Default: never.
             early_stopping_patience: Option<u32> = None => Both("N", spellings: &["patience"]);
@@ -231,11 +230,11 @@ options! {
             /// The file for a Chrome trace (Perfetto) of the sixth to eighth step, recorded by libtorch's profiler.
             /// Default: no trace.
             trace: Option<PathBuf> = None => Both("FILE", per_rank: true, excludes: &["emit_nvtx"]);
-            /// If `true`, operators and phases are marked as NVTX ranges for `nsys profile -t cuda,nvtx`. Default `false`.
+            /// If `true`, mark operators and phases as NVTX ranges for `nsys profile -t cuda,nvtx`. Default `false`.
             emit_nvtx: bool = false => Both("", per_rank: true);
         }
         "Machine" => {
-            /// If `true`, backward recomputes the activations of the blocks instead of storing them. Default `false`.
+            /// If `true`, recompute the activations of the blocks in backward instead of storing them. Default `false`.
             gradient_checkpointing: bool = false => Both("", spellings: &["use_gradient_checkpointing"]);
             /// The options of `gradient_checkpointing`, such as {"schedule": {"every_nth": 2}, "policy": "matmuls"}.
             gradient_checkpointing_kwargs: GradientCheckpointingArguments = GradientCheckpointingArguments::default() =>
@@ -245,34 +244,34 @@ options! {
             attn_implementation: AttentionImplementation = AttentionImplementation::default() => Both("NAME");
             /// If `true`, norms, rotary embeddings, gates and the loss use one fused kernel each. Default `true`.
             fused_kernels: bool = true => Both("");
-            /// The use of CUDA graphs: `never`; `auto`, which captures the forward and backward pass of micro-batches of equal
-            /// shape if the host is slower than the GPU, as with small models; or `always`, which does not measure. Not with
+            /// When to capture the forward and backward pass of micro-batches of equal shape in CUDA graphs: `auto`
+            /// does so if the host is slower than the GPU, as with small models; `always` does not measure. Not with
             /// packed sequences, `fp16`, `gradient_checkpointing` or several processes. Default `never`.
             cuda_graphs: CudaGraphs = CudaGraphs::default() => Both("WHEN");
-            /// If `true`, the run trains in the recommended precision of the device unless `bf16`, `fp16`, `fp8` or `tf32` is
+            /// If `true`, train in the recommended precision of the device unless `bf16`, `fp16`, `fp8` or `tf32` is
             /// given; a resumed run keeps its own. Default `true`.
             auto_precision: bool = true =>
                 Train("", harmless: Only("false"),
                     instead: "fine-tuning is in fp32 unless `bf16` or `fp16` is given: drop the key, and give one of them");
-            /// If `true`, autocast to bfloat16 is on. Default `false`.
+            /// If `true`, autocast to bfloat16. Default `false`.
             bf16: bool = false => Both("", excludes: &["fp16", "fp8"]);
-            /// If `true`, autocast to float16 with loss scaling is on. Default `false`.
+            /// If `true`, autocast to float16 with loss scaling. Default `false`.
             fp16: bool = false => Both("", excludes: &["bf16", "fp8"]);
-            /// If `true`, autocast to bfloat16 is on, and linear layers are multiplied in FP8 with a scale for each tensor; it
-            /// needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell). Heads and norms stay in bfloat16.
-            /// Default `false`.
+            /// If `true`, autocast to bfloat16 and multiply linear layers in FP8 with a scale for each tensor, on a GPU
+            /// of compute capability 8.9 or later (Ada, Hopper, Blackwell). Heads and norms stay in bfloat16. Default
+            /// `false`.
             fp8: bool = false => Both("", excludes: &["bf16", "fp16"]);
-            /// If `true`, the residual stream of the model stays in fp32 under `bf16`, `fp16` and `fp8`; `false` keeps it in 16
-            /// bits, which saves memory. Default `true`.
+            /// If `true`, keep the residual stream of the model in fp32 under `bf16`, `fp16` and `fp8`; `false` keeps
+            /// it in 16 bits, which saves memory. Default `true`.
             fp32_residual_connection: bool = true => Both("");
-            /// If `true`, CUDA matmuls use TensorFloat-32. Default: libtorch's setting.
+            /// If `true`, use TensorFloat-32 for CUDA matmuls. Default: libtorch's setting.
             tf32: Option<bool> = None => Both("");
-            /// If `true`, training runs on the CPU even if there is a GPU. Default `false`.
+            /// If `true`, train on the CPU even if there is a GPU. Default `false`.
             use_cpu: bool = false => Both("", flag: Some("cpu"), spellings: &["no_cuda"]);
             /// The number of threads inside one operator. Default: libtorch's choice, one per core.
             threads: Option<usize> = None => Both("N", per_rank: true, range: UpTo(1024));
-            /// If `true`, numbers below 2^-126 are zero for libtorch's operators on a CPU, as they always are for Overdrive's
-            /// kernels; Intel's processors take a hundred cycles for each. Default `true`.
+            /// If `true`, flush numbers below 2^-126 to zero in libtorch's operators on a CPU, as Overdrive's kernels
+            /// always do; Intel's processors take a hundred cycles for each. Default `true`.
             flush_denormals: bool = true => Both("");
             /// The training state that is sharded over the processes, as in DeepSpeed: 0 for none, 1 for the optimizer
             /// states (ZeRO-1). Default 0.
@@ -282,12 +281,12 @@ options! {
             ddp_backend: Option<DdpBackend> = None => Both("NAME");
             /// The size of a bucket of gradients in MiB. Default: 25.
             ddp_bucket_cap_mb: Option<f64> = None => Both("N", range: Positive);
-            /// If `true`, each backward pass is searched for parameters that it does not reach. Default `false`.
+            /// If `true`, search each backward pass for parameters that it does not reach. Default `false`.
             ddp_find_unused_parameters: Option<bool> = None => Both("");
-            /// If `true`, every backward pass uses the same parameters as the first one, which saves the search for
-            /// parameters that it does not reach. Default `false`.
+            /// If `true`, expect every backward pass to use the same parameters as the first one, which saves the
+            /// search for parameters that it does not reach. Default `false`.
             ddp_static_graph: Option<bool> = None => Both("");
-            /// If `true`, the buffers of rank 0 are copied to all processes before each forward pass. Default `true`.
+            /// If `true`, copy the buffers of rank 0 to all processes before each forward pass. Default `true`.
             ddp_broadcast_buffers: Option<bool> = None => Both("");
             /// The timeout of a collective in seconds. Default 1800.
             ddp_timeout: f64 = GroupConfig::DEFAULT_TIMEOUT.as_secs_f64() => Both("S", per_rank: true, range: Seconds);
