@@ -134,10 +134,14 @@ mod tests {
     use super::*;
     use crate::Error;
 
+    #[derive(Debug, thiserror::Error)]
+    #[error("a context")]
+    struct Context(#[source] Error);
+
     #[test]
     fn an_error_after_a_signal_is_found_among_the_causes() {
         let what = "the search".to_owned();
-        let error = Error::of_program(std::io::Error::other(Error::Interrupted { what }));
+        let error = Error::of_program(Context(Error::Interrupted { what }));
         assert!(is_interrupted(&error));
         assert!(!is_interrupted(&Error::of_program("another error")));
     }
