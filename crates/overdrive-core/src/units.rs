@@ -13,6 +13,14 @@ pub fn thousands(number: u64) -> String {
     text
 }
 
+/// Returns a number with its noun, whose plural ends in `s`: `1 file`, `2 files`.
+pub fn counted(number: usize, noun: &str) -> String {
+    match number {
+        1 => format!("1 {noun}"),
+        _ => format!("{number} {noun}s"),
+    }
+}
+
 /// Returns a rate or count without decimals: `2,312`; a dash where it is negative or not finite.
 pub fn rounded(number: f64) -> String {
     if number.is_finite() && number >= 0.0 {

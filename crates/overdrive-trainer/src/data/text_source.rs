@@ -12,6 +12,7 @@ use overdrive_datasets::{
 
 use overdrive_core::Error as CommonError;
 use overdrive_core::files;
+use overdrive_core::units::counted;
 
 use super::text_records::{RecordKind, TextRecords};
 use crate::arguments::{SampleBy, TrainingArguments};
@@ -91,8 +92,8 @@ impl TextSource {
             Self::Files(corpus) => {
                 // The fingerprint distinguishes runs on different texts: Cargo's registry grows over time.
                 say(&format!(
-                    "corpus      {} files, {:.1} MB, fingerprint {:.12}",
-                    corpus.files().len(),
+                    "corpus      {}, {:.1} MB, fingerprint {:.12}",
+                    counted(corpus.files().len(), "file"),
                     megabytes(corpus.total_bytes()),
                     corpus.digest().to_string(),
                 ));
@@ -102,8 +103,8 @@ impl TextSource {
                 let skipped = corpus.skipped();
                 if arguments.remove_duplicates {
                     say(&format!(
-                        "            {} files equal to an earlier one removed",
-                        skipped.duplicates
+                        "            {} equal to an earlier one removed",
+                        counted(skipped.duplicates, "file")
                     ));
                 }
                 let others = match arguments.remove_duplicates {
@@ -111,7 +112,7 @@ impl TextSource {
                     false => skipped.total(),
                 };
                 if others > 0 && !arguments.data.is_empty() {
-                    say(&format!("            {others} files skipped"));
+                    say(&format!("            {} skipped", counted(others, "file")));
                 }
                 return Ok(());
             }
@@ -119,16 +120,16 @@ impl TextSource {
             Self::Unique(unique) => unique.records.dataset(),
         };
         say(&format!(
-            "corpus      {} records of {} files, {:.1} MB, fingerprint {:.12}",
-            records.len(),
-            records.files(),
+            "corpus      {} of {}, {:.1} MB, fingerprint {:.12}",
+            counted(records.len(), "record"),
+            counted(records.files(), "file"),
             megabytes(records.total_bytes()),
             records.fingerprint()?.to_string(),
         ));
         if let Self::Unique(unique) = self {
             say(&format!(
-                "            {} records equal to an earlier one removed",
-                unique.duplicates
+                "            {} equal to an earlier one removed",
+                counted(unique.duplicates, "record")
             ));
         }
         Ok(())

@@ -47,11 +47,11 @@ pub(super) fn other_processes(facts: &MachineFacts) -> Option<Finding> {
 pub(super) fn threads(facts: &MachineFacts, processes: usize) -> Finding {
     let (threads, processors) = (facts.threads, facts.processors);
     let all = threads.saturating_mul(processes.max(1));
+    let threads_of = units::counted(threads, "thread");
+    let all_processors = units::counted(processors, "processor");
     let what = match processes {
-        0 | 1 => format!("{threads} threads an operator on {processors} processors"),
-        _ => format!(
-            "{processes} processes of {threads} threads an operator on {processors} processors"
-        ),
+        0 | 1 => format!("{threads_of} an operator on {all_processors}"),
+        _ => format!("{processes} processes of {threads_of} an operator on {all_processors}"),
     };
     if all > processors {
         let best = (processors / processes.max(1)).max(1);

@@ -151,10 +151,16 @@ impl fmt::Display for FinetuneResults {
             writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
         }
         let losses = &self.summary.losses;
-        if let (Some(first), Some(last)) = (losses.first(), losses.last()) {
-            let steps = losses.len();
-            write!(f, "\nloss        {first:.3} → {last:.3} in {steps} steps")?;
-        }
+        let (Some(first), Some(last)) = (losses.first(), losses.last()) else {
+            let step = self.summary.resumed_step;
+            write!(
+                f,
+                "\nloss        none: step {step} was the last one of the run"
+            )?;
+            return self.write_files(f);
+        };
+        let steps = losses.len();
+        write!(f, "\nloss        {first:.3} → {last:.3} in {steps} steps")?;
         if let Some(best) = &self.summary.best {
             write!(f, ", the best on held-out data: {best}")?;
         } else if let Some(found) = &self.summary.evaluation {
@@ -177,6 +183,13 @@ impl fmt::Display for FinetuneResults {
             writeln!(f, "            {loading}")?;
         }
         write!(f, "{}", self.memory)?;
+        self.write_files(f)
+    }
+}
+
+impl FinetuneResults {
+    /// Writes the lines about what is on the disk.
+    fn write_files(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(warning) = &self.warning {
             write!(f, "\n{warning}")?;
         }
