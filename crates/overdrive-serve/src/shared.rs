@@ -184,11 +184,13 @@ impl Backend {
 
     /// Checks that the thread of the model takes requests.
     pub(crate) fn check_running(&self) -> ApiResult<()> {
-        match self {
-            // An engine whose thread has ended does not accept the job.
-            Backend::Engine(engine) => Ok(engine.run(|_| {})?),
-            Backend::Pooler(pooler) if pooler.is_running() => Ok(()),
-            Backend::Pooler(_) => Err(Error::EngineStopped.into()),
+        let is_running = match self {
+            Backend::Engine(engine) => engine.is_running(),
+            Backend::Pooler(pooler) => pooler.is_running(),
+        };
+        match is_running {
+            true => Ok(()),
+            false => Err(Error::EngineStopped.into()),
         }
     }
 }

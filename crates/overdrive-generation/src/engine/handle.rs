@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -162,6 +162,7 @@ impl EngineHandle {
                     statistics,
                     clients: HashMap::new(),
                     tickets: HashMap::new(),
+                    jobs: VecDeque::new(),
                     is_finishing: false,
                 };
                 worker.run();
@@ -216,14 +217,21 @@ impl EngineHandle {
     }
 
     /// Calls `job` with the model on the engine's thread, between two steps, for a computation beside the
-    /// requests, such as an embedding. While there are requests, at most one job is called between two steps.
-    /// If the engine stops before, `job` is dropped.
+    /// requests, such as an embedding. While there are requests, at most one job is called between two steps;
+    /// those that wait delay neither new requests nor cancellations. If the engine stops before, `job` is dropped.
     ///
     /// # Errors
     /// [`Error::EngineStopped`] if the thread has ended.
     pub fn run(&self, job: impl FnOnce(&dyn EngineModel) + Send + 'static) -> Result<()> {
         let sent = self.commands.send(Command::Run(Job(Box::new(job))));
         sent.map_err(|_| Error::EngineStopped)
+    }
+
+    /// Returns `true` while the thread runs. It ends before the handle only if a job or the model panics, or if the cache
+    /// fails.
+    pub fn is_running(&self) -> bool {
+        let thread = self.thread.as_ref();
+        thread.is_some_and(|thread| !thread.is_finished())
     }
 
     /// Returns the largest number of tokens of a prompt and its continuation.
@@ -359,6 +367,8 @@ struct Worker<M> {
     statistics: Arc<Mutex<EngineStatistics>>,
     clients: HashMap<RequestId, (u64, Sink)>,
     tickets: HashMap<u64, RequestId>,
+    /// The jobs that wait.
+    jobs: VecDeque<Job>,
     is_finishing: bool,
 }
 
@@ -366,6 +376,10 @@ impl<M: EngineModel> Worker<M> {
     fn run(&mut self) {
         let mut failures = 0;
         while self.listen() {
+            // One job per step: otherwise clients that keep sending jobs would block all requests.
+            if let Some(job) = self.jobs.pop_front() {
+                (job.0)(self.engine.model());
+            }
             match self.engine.step() {
                 Ok(events) => {
                     failures = 0;
@@ -398,11 +412,11 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    /// Handles the commands that have been sent, up to the first job, and waits for a command if there is
-    /// nothing to do. Returns `false` when the thread must end.
+    /// Handles the commands that have been sent, and waits for one if there is nothing to do. Returns `false` when the
+    /// thread must end.
     fn listen(&mut self) -> bool {
         loop {
-            let is_idle = self.engine.is_idle();
+            let is_idle = self.engine.is_idle() && self.jobs.is_empty();
             if is_idle && self.is_finishing {
                 return false;
             }
@@ -413,13 +427,7 @@ impl<M: EngineModel> Worker<M> {
             };
             match command {
                 Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
-                Ok(Command::Run(job)) => {
-                    (job.0)(self.engine.model());
-                    // One job per step: otherwise clients that keep sending jobs would block all requests.
-                    if !is_idle {
-                        return true;
-                    }
-                }
+                Ok(Command::Run(job)) => self.jobs.push_back(job),
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,
@@ -495,6 +503,7 @@ mod tests {
             inbox,
             clients: HashMap::new(),
             tickets: HashMap::new(),
+            jobs: VecDeque::new(),
             is_finishing: false,
         };
         let (events, receiver) = channel();
