@@ -55,6 +55,7 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub struct EngineHandle {
     commands: Sender<Command>,
     limits: RequestLimits,
+    /// The number of the next request.
     next: AtomicU64,
     statistics: Arc<Mutex<EngineStatistics>>,
     thread: Option<JoinHandle<()>>,
@@ -82,8 +83,8 @@ impl std::fmt::Debug for Job {
 
 #[derive(Debug)]
 enum Command {
-    Submit(u64, Box<Request>, Sink),
-    Cancel(u64),
+    Submit(RequestId, Box<Request>, Sink),
+    Cancel(RequestId),
     Run(Job),
     /// Ends the thread once all requests have ended.
     Finish,
@@ -155,24 +156,24 @@ impl EngineHandle {
                     }
                 };
                 let statistics = Arc::new(Mutex::new(engine.statistics()));
-                let _sent = ready.send(Ok((engine.limits(), Arc::clone(&statistics))));
+                let next = AtomicU64::new(engine.next);
+                let _sent = ready.send(Ok((engine.limits(), next, Arc::clone(&statistics))));
                 let mut worker = Worker {
                     engine,
                     inbox,
                     statistics,
                     clients: HashMap::new(),
-                    tickets: HashMap::new(),
                     jobs: VecDeque::new(),
                     is_finishing: false,
                 };
                 worker.run();
             })
             .map_err(Error::Thread)?;
-        let (limits, statistics) = made.recv().map_err(|_| Error::EngineStopped)??;
+        let (limits, next, statistics) = made.recv().map_err(|_| Error::EngineStopped)??;
         Ok(EngineHandle {
             commands,
             limits,
-            next: AtomicU64::new(0),
+            next,
             statistics,
             thread: Some(thread),
         })
@@ -205,14 +206,14 @@ impl EngineHandle {
         on_event: impl FnMut(Event) + Send + 'static,
     ) -> Result<Ticket> {
         self.limits.check(&request)?;
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = RequestId(self.next.fetch_add(1, Ordering::Relaxed));
         let sink = Sink(Box::new(on_event));
         self.commands
-            .send(Command::Submit(number, Box::new(request), sink))
+            .send(Command::Submit(id, Box::new(request), sink))
             .map_err(|_| Error::EngineStopped)?;
         Ok(Ticket {
             commands: self.commands.clone(),
-            number,
+            id,
         })
     }
 
@@ -267,7 +268,7 @@ impl EngineHandle {
 
     /// Returns the size of the model's vocabulary.
     pub fn vocab_size(&self) -> usize {
-        self.limits.vocab_size.unsigned_abs() as usize
+        self.limits.vocab_size
     }
 
     /// Returns the statistics of the engine after its last step.
@@ -308,14 +309,14 @@ impl Drop for EngineHandle {
 #[derive(Debug)]
 pub struct Ticket {
     commands: Sender<Command>,
-    number: u64,
+    id: RequestId,
 }
 
 impl Ticket {
     /// Cancels the request; the events that report its end still arrive.
     pub fn cancel(&self) {
         // If the engine has stopped, nothing is left to cancel.
-        let _stopped = self.commands.send(Command::Cancel(self.number));
+        let _stopped = self.commands.send(Command::Cancel(self.id));
     }
 }
 
@@ -365,8 +366,7 @@ struct Worker<M> {
     engine: Engine<M>,
     inbox: Receiver<Command>,
     statistics: Arc<Mutex<EngineStatistics>>,
-    clients: HashMap<RequestId, (u64, Sink)>,
-    tickets: HashMap<u64, RequestId>,
+    clients: HashMap<RequestId, Sink>,
     /// The jobs that wait.
     jobs: VecDeque<Job>,
     is_finishing: bool,
@@ -426,9 +426,9 @@ impl<M: EngineModel> Worker<M> {
                 self.inbox.try_recv()
             };
             match command {
-                Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
+                Ok(Command::Submit(id, request, sink)) => self.submit(id, *request, sink),
                 Ok(Command::Run(job)) => self.jobs.push_back(job),
-                Ok(Command::Cancel(ticket)) => self.cancel(ticket),
+                Ok(Command::Cancel(id)) => self.cancel(id),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,
                 Err(TryRecvError::Empty) => return true,
@@ -436,24 +436,18 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    fn submit(&mut self, ticket: u64, request: Request, mut sink: Sink) {
-        match self.engine.submit(request) {
-            Ok(id) => {
-                self.clients.insert(id, (ticket, sink));
-                self.tickets.insert(ticket, id);
+    fn submit(&mut self, id: RequestId, request: Request, mut sink: Sink) {
+        match self.engine.submit_as(id, request) {
+            Ok(()) => {
+                self.clients.insert(id, sink);
             }
             // The handle has already checked the request, so this is rare.
-            Err(error) => {
-                let request = self.engine.next_id();
-                (sink.0)(Event::Failed { request, error });
-            }
+            Err(error) => (sink.0)(Event::Failed { request: id, error }),
         }
     }
 
-    fn cancel(&mut self, ticket: u64) {
-        if let Some(id) = self.tickets.get(&ticket)
-            && let Err(error) = self.engine.cancel(*id)
-        {
+    fn cancel(&mut self, id: RequestId) {
+        if let Err(error) = self.engine.cancel(id) {
             // This ends the events of all requests.
             let _broken = self.engine.fail_all(&error.to_string());
         }
@@ -461,16 +455,12 @@ impl<M: EngineModel> Worker<M> {
 
     fn send_events(&mut self, events: Vec<Event>) {
         for event in events {
-            let id = event.request();
-            let is_last = event.is_last();
-            let Some((ticket, sink)) = self.clients.get_mut(&id) else {
-                continue;
-            };
-            let ticket = *ticket;
-            (sink.0)(event);
+            let (id, is_last) = (event.request(), event.is_last());
+            if let Some(sink) = self.clients.get_mut(&id) {
+                (sink.0)(event);
+            }
             if is_last {
                 self.clients.remove(&id);
-                self.tickets.remove(&ticket);
             }
         }
     }
@@ -502,14 +492,14 @@ mod tests {
             engine,
             inbox,
             clients: HashMap::new(),
-            tickets: HashMap::new(),
             jobs: VecDeque::new(),
             is_finishing: false,
         };
         let (events, receiver) = channel();
         let sink = Sink(Box::new(move |event| events.send(event).unwrap()));
         // The handle would refuse this request; here it goes directly to the engine.
-        worker.submit(0, Request::new([99], GenerationConfig::default()), sink);
+        let id = RequestId(0);
+        worker.submit(id, Request::new([99], GenerationConfig::default()), sink);
         let events: Vec<Event> = receiver.iter().collect();
         let [Event::Failed { error, .. }] = &events[..] else {
             panic!("{events:?}");

@@ -115,6 +115,7 @@ pub struct Engine<M> {
     /// The number of unfinished samples of each request.
     live: HashMap<RequestId, usize>,
     limits: RequestLimits,
+    /// The number of the next request.
     next: u64,
     // Also filled between steps, by `cancel` and by requests that end at submission.
     events: Vec<Event>,
@@ -193,7 +194,7 @@ impl<M: EngineModel> Engine<M> {
             limits: RequestLimits {
                 is_batch_invariant: tch::no_grad(|| model.is_batch_invariant()),
                 speculates: shape.device == Device::Cpu,
-                vocab_size: model.vocab_size() as i64,
+                vocab_size: model.vocab_size(),
                 context: context.min(most),
                 length,
                 block_size: config.block_size,
@@ -245,8 +246,11 @@ impl<M: EngineModel> Engine<M> {
                 "on a GPU it replays steps of one token a sequence; use generate to speculate";
             return Err(Error::NotInEngine { key, found, hint });
         }
-        let sizes = [self.limits.vocab_size, assistant.vocab_size() as i64];
-        check_vocabularies(sizes, self.tokenizer.as_deref().zip(tokenizer))?;
+        let sizes = [self.limits.vocab_size, assistant.vocab_size()];
+        check_vocabularies(
+            sizes.map(|size| size as i64),
+            self.tokenizer.as_deref().zip(tokenizer),
+        )?;
         let (size, blocks) = (self.limits.block_size, self.limits.num_blocks);
         self.assistant = Some(Assistant::new(Box::new(assistant), size, blocks)?);
         Ok(self)
@@ -264,8 +268,15 @@ impl<M: EngineModel> Engine<M> {
     /// its configuration is invalid or asks for something that an engine does not support; or when
     /// prompt and continuation would not fit the cache even alone.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        let id = RequestId(self.next);
+        self.submit_as(id, request)?;
+        self.next += 1;
+        Ok(id)
+    }
+
+    /// Submits a request under an id that no other has had.
+    fn submit_as(&mut self, id: RequestId, request: Request) -> Result<()> {
         self.limits.check(&request)?;
-        let id = self.next_id();
         let limit = self.limits.longest(&request);
         let adapter = self.limits.adapter(&request)?;
         let images = self.images_of(&request.prompt, request.images)?;
@@ -284,7 +295,7 @@ impl<M: EngineModel> Engine<M> {
             constraint: request.constraint,
             adapter,
             tokenizer: self.tokenizer.as_ref(),
-            vocabulary: self.limits.vocab_size.unsigned_abs() as usize,
+            vocabulary: self.limits.vocab_size,
         };
         let mut samples = (0..shared.config.num_return_sequences.max(1))
             .map(|number| Sample::new(number, &shared))
@@ -305,14 +316,14 @@ impl<M: EngineModel> Engine<M> {
         // Nothing to compute: the request ends without a step.
         if first.prompt_scores.is_none() && first.is_full(prompt.len()) {
             self.finish_all(id, first.complete_all(&prompt, 0, limit.1));
-            return Ok(id);
+            return Ok(());
         }
         // Keys and values depend on the adapter, so only requests with the same adapter share blocks.
         let namespace = adapter.map_or(0, |index| index as u64 + 1);
         let reusable = first.reusable();
         self.scheduler
             .submit((id.0, 0), namespace, (prompt, reusable), keys, first);
-        Ok(id)
+        Ok(())
     }
 
     /// Returns the images of a prompt, if it has any.
@@ -465,13 +476,6 @@ impl<M: EngineModel> Engine<M> {
             time_to_first_token: self.first_tokens.summary(),
             ..self.counts.clone()
         }
-    }
-
-    /// Returns an id for a request that cannot be submitted.
-    fn next_id(&mut self) -> RequestId {
-        let id = RequestId(self.next);
-        self.next += 1;
-        id
     }
 
     /// Returns the number of tokens of a block of the cache.
