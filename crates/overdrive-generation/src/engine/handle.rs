@@ -12,7 +12,7 @@ use tracing::warn;
 use super::Engine;
 use super::model::EngineModel;
 use super::request::{Completion, Completions, Event, Request, RequestId, RequestLimits};
-use super::statistics::EngineStatistics;
+use super::statistics::{EngineStatistics, LatencyWindow};
 use crate::{Error, Result};
 
 /// The number of consecutive failures of a step after which its sequences are computed one by one. A step may fail
@@ -57,7 +57,8 @@ pub struct EngineHandle {
     limits: RequestLimits,
     /// The number of the next request.
     next: AtomicU64,
-    statistics: Arc<Mutex<EngineStatistics>>,
+    counts: Arc<Mutex<EngineStatistics>>,
+    first_tokens: LatencyWindow,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -155,13 +156,20 @@ impl EngineHandle {
                         return;
                     }
                 };
-                let statistics = Arc::new(Mutex::new(engine.statistics()));
-                let next = AtomicU64::new(engine.next);
-                let _sent = ready.send(Ok((engine.limits(), next, Arc::clone(&statistics))));
+                let counts = Arc::new(Mutex::new(engine.counts()));
+                let handle = EngineHandle {
+                    commands,
+                    limits: engine.limits(),
+                    next: AtomicU64::new(engine.next),
+                    counts: Arc::clone(&counts),
+                    first_tokens: engine.first_tokens.clone(),
+                    thread: None,
+                };
+                let _sent = ready.send(Ok(handle));
                 let mut worker = Worker {
                     engine,
                     inbox,
-                    statistics,
+                    counts,
                     clients: HashMap::new(),
                     jobs: VecDeque::new(),
                     is_finishing: false,
@@ -169,14 +177,9 @@ impl EngineHandle {
                 worker.run();
             })
             .map_err(Error::Thread)?;
-        let (limits, next, statistics) = made.recv().map_err(|_| Error::EngineStopped)??;
-        Ok(EngineHandle {
-            commands,
-            limits,
-            next,
-            statistics,
-            thread: Some(thread),
-        })
+        let mut handle = made.recv().map_err(|_| Error::EngineStopped)??;
+        handle.thread = Some(thread);
+        Ok(handle)
     }
 
     /// Submits a request, and returns its events without waiting.
@@ -273,8 +276,12 @@ impl EngineHandle {
 
     /// Returns the statistics of the engine after its last step.
     pub fn statistics(&self) -> EngineStatistics {
-        let shared = self.statistics.lock();
-        shared.unwrap_or_else(PoisonError::into_inner).clone()
+        let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let counts = counts.clone();
+        EngineStatistics {
+            time_to_first_token: self.first_tokens.summary(),
+            ..counts
+        }
     }
 
     /// Waits until every request has ended, and ends the thread.
@@ -365,7 +372,7 @@ impl Iterator for Events {
 struct Worker<M> {
     engine: Engine<M>,
     inbox: Receiver<Command>,
-    statistics: Arc<Mutex<EngineStatistics>>,
+    counts: Arc<Mutex<EngineStatistics>>,
     clients: HashMap<RequestId, Sink>,
     /// The jobs that wait.
     jobs: VecDeque<Job>,
@@ -404,11 +411,8 @@ impl<M: EngineModel> Worker<M> {
                     }
                 }
             }
-            let now = self.engine.statistics();
-            *self
-                .statistics
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner) = now;
+            let now = self.engine.counts();
+            *self.counts.lock().unwrap_or_else(PoisonError::into_inner) = now;
         }
     }
 
@@ -488,7 +492,7 @@ mod tests {
         let (_commands, inbox) = channel();
         let engine = Engine::new(model, EngineConfig::default()).unwrap();
         let mut worker = Worker {
-            statistics: Arc::new(Mutex::new(engine.statistics())),
+            counts: Arc::new(Mutex::new(engine.counts())),
             engine,
             inbox,
             clients: HashMap::new(),

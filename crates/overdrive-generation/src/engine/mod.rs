@@ -458,6 +458,14 @@ impl<M: EngineModel> Engine<M> {
 
     /// Returns the state and the counters of the engine.
     pub fn statistics(&self) -> EngineStatistics {
+        EngineStatistics {
+            time_to_first_token: self.first_tokens.summary(),
+            ..self.counts()
+        }
+    }
+
+    /// Returns the statistics without the latency, whose measurements must be sorted.
+    fn counts(&self) -> EngineStatistics {
         let counts = self.scheduler.counts;
         let captured = self.captured.as_ref();
         let captured = captured.map(CapturedSteps::counts).unwrap_or_default();
@@ -473,7 +481,6 @@ impl<M: EngineModel> Engine<M> {
             reused_tokens: counts.reused_tokens,
             preemptions: counts.preemptions,
             recomputed_tokens: counts.recomputed_tokens,
-            time_to_first_token: self.first_tokens.summary(),
             ..self.counts.clone()
         }
     }
