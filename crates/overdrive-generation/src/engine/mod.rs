@@ -589,7 +589,7 @@ impl<M: EngineModel> Engine<M> {
 
     fn remove_where(
         &mut self,
-        gone: impl FnMut(&ScheduledSequence<SequenceId, Sample>) -> bool,
+        gone: impl Fn(&ScheduledSequence<SequenceId, Sample>) -> bool,
     ) -> Result<Vec<ScheduledSequence<SequenceId, Sample>>> {
         let gone = self.scheduler.remove_where(&mut self.cache, gone)?;
         if let Some(assistant) = &mut self.assistant {
