@@ -112,8 +112,8 @@ pub struct Engine<M> {
     assistant: Option<Assistant>,
     cache: PagedCache,
     scheduler: Scheduler<SequenceId, Sample>,
-    /// The number of unfinished samples of each request.
-    live: HashMap<RequestId, usize>,
+    /// The requests that have not ended.
+    live: HashMap<RequestId, LiveRequest>,
     limits: RequestLimits,
     /// The number of the next request.
     next: u64,
@@ -123,6 +123,15 @@ pub struct Engine<M> {
     first_tokens: LatencyWindow,
     /// The logits of a step.
     logits: StepLogits,
+}
+
+/// A request that has not ended.
+#[derive(Debug)]
+struct LiveRequest {
+    /// The number of its unfinished samples.
+    samples: usize,
+    /// `true` if a sample was ended early: cancelled, or by `max_time`.
+    is_cut: bool,
 }
 
 impl<M: EngineModel> Engine<M> {
@@ -305,7 +314,11 @@ impl<M: EngineModel> Engine<M> {
         let Some(mut first) = samples.pop() else {
             return Err(Error::Scheduler("a request has no sample"));
         };
-        self.live.insert(id, 1 + siblings.len());
+        let live = LiveRequest {
+            samples: 1 + siblings.len(),
+            is_cut: false,
+        };
+        self.live.insert(id, live);
         first.siblings = siblings;
         first.prompt_scores = request.prompt_logprobs.map(PromptScores::new);
         // The only token of a prompt has no log-probability, and needs no step.
@@ -568,15 +581,16 @@ impl<M: EngineModel> Engine<M> {
 
     /// Records the end of a sample.
     fn finish(&mut self, (request, sample): (RequestId, usize), completion: Completion) {
-        let left = self.live.get_mut(&request).map_or(0, |left| {
-            *left -= 1;
-            *left
+        let is_last = self.live.get_mut(&request).is_none_or(|live| {
+            let reason = completion.finish_reason;
+            live.is_cut |= matches!(reason, FinishReason::Stopped | FinishReason::TimeLimit);
+            live.samples -= 1;
+            live.samples == 0
         });
-        let is_last = left == 0;
-        if is_last && self.live.remove(&request).is_some() {
-            match completion.finish_reason {
-                FinishReason::Stopped => self.counts.cancelled += 1,
-                _ => self.counts.finished += 1,
+        if is_last && let Some(live) = self.live.remove(&request) {
+            match live.is_cut {
+                true => self.counts.cancelled += 1,
+                false => self.counts.finished += 1,
             }
         }
         self.events.push(Event::Finished {
@@ -597,5 +611,56 @@ impl<M: EngineModel> Engine<M> {
             assistant.retain(|arrival| running.iter().any(|other| other.arrival == arrival))?;
         }
         Ok(gone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+
+    use super::*;
+    use crate::GenerationConfig;
+
+    #[test]
+    fn a_request_of_which_one_sample_was_ended_early_counts_as_cancelled_whichever_sample_ends_last()
+     {
+        tch::set_num_threads(1);
+        let config = LlamaConfig {
+            vocab_size: 16,
+            hidden_size: 32,
+            intermediate_size: 32,
+            num_hidden_layers: 1,
+            num_attention_heads: 4,
+            ..LlamaConfig::default()
+        };
+        let model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+        let mut engine = Engine::new(model, EngineConfig::default()).unwrap();
+        let nothing = GenerationConfig {
+            max_length: Some(1),
+            max_new_tokens: None,
+            ..GenerationConfig::default()
+        };
+        engine.submit(Request::new([1], nothing)).unwrap();
+        let finished = engine.run_to_end().unwrap().remove(0).1.unwrap().remove(0);
+        assert_eq!((engine.counts.finished, engine.counts.cancelled), (1, 0));
+        for (number, early) in (1..).zip([FinishReason::TimeLimit, FinishReason::Stopped]) {
+            let id = RequestId(number);
+            let live = LiveRequest {
+                samples: 2,
+                is_cut: false,
+            };
+            engine.live.insert(id, live);
+            let cut = Completion {
+                finish_reason: early,
+                ..finished.clone()
+            };
+            engine.finish((id, 0), cut);
+            engine.finish((id, 1), finished.clone());
+            assert!(engine.events.pop().unwrap().is_last());
+            assert_eq!(
+                (engine.counts.finished, engine.counts.cancelled),
+                (1, number)
+            );
+        }
     }
 }

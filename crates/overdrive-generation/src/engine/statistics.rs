@@ -46,9 +46,9 @@ pub struct EngineStatistics {
     pub preemptions: u64,
     /// The tokens that were computed again after that.
     pub recomputed_tokens: u64,
-    /// The requests that ended; cancelled and failed ones are not counted.
+    /// The requests whose samples all ended by themselves.
     pub finished: u64,
-    /// The requests that were cancelled.
+    /// The requests of which a sample was ended early: those that were cancelled or exceeded `max_time`.
     pub cancelled: u64,
     /// The requests that failed after they were accepted.
     pub failed: u64,
