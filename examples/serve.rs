@@ -160,14 +160,9 @@ fn run(flags: &Flags) -> Result<()> {
     };
     if let Some(task) = task(flags, &source)? {
         let (folder, load) = (&source.path, source.options());
-        let model = PoolingModel::from_pretrained(folder, task, &tokenizer, &load)?;
-        let served = ServedModel::pooling(name.as_str(), tokenizer, folder)?;
-        return answer(
-            flags,
-            Server::pooling(model, served, options)?,
-            &name,
-            requests,
-        );
+        let model = PoolingModel::from_pretrained(folder, task, tokenizer, &load)?;
+        let server = Server::pooling(name.as_str(), model, options)?;
+        return answer(flags, server, &name, requests);
     }
     let files = source.files()?;
     let mut config = generation_config(&files)?;

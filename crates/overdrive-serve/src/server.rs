@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::Router;
 use overdrive_core::check_option;
-use overdrive_generation::EngineHandle;
+use overdrive_generation::{EngineHandle, GenerationConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
@@ -41,16 +41,21 @@ impl Server {
     }
 
     /// Returns a server of embeddings (`/v1/embeddings`) or of scores (`/v1/rerank`, `/v1/score`); its other routes
-    /// that need an engine refuse every request. `served` is made by [`ServedModel::pooling`].
+    /// that need an engine refuse every request. `name` is that of the model in the API.
     ///
     /// # Errors
     /// As for [`Server::new`]; [`Error::Listen`] if the system refuses the thread of the model.
     pub fn pooling(
+        name: impl Into<Arc<str>>,
         model: PoolingModel,
-        served: ServedModel,
         options: ServerOptions,
     ) -> Result<Server> {
-        Server::over(Backend::Pooler(Pooler::spawn(model)?), served, options)
+        let served = ServedModel {
+            format: model.format,
+            ..ServedModel::new(name, model.tokenizer, GenerationConfig::default())
+        };
+        let backend = Backend::Pooler(Pooler::spawn(model.weights)?);
+        Server::over(backend, served, options)
     }
 
     fn over(backend: Backend, model: ServedModel, options: ServerOptions) -> Result<Server> {
