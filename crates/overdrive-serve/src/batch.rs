@@ -138,7 +138,7 @@ impl Server {
     /// The options of the server should be those of [`ServerOptions::for_batch`](crate::ServerOptions::for_batch).
     ///
     /// # Errors
-    /// The error of `on_answer`, as [`Error::Answer`]; [`Error::Listen`] if the system refuses threads.
+    /// The error of `on_answer`, as [`Error::Answer`]; [`Error::System`] if the system refuses threads.
     pub fn run_batch<E: Into<BoxError>>(
         self,
         requests: Vec<BatchRequest>,

@@ -10,9 +10,9 @@ pub enum Error {
     /// An error of the engine.
     #[error(transparent)]
     Generation(#[from] overdrive_generation::Error),
-    /// The runtime or the listener failed.
+    /// The system refused threads, signal handlers or the listener.
     #[error("cannot {action}: {source}")]
-    Listen {
+    System {
         /// The operation that failed, as a verb.
         action: &'static str,
         /// The error of the system.

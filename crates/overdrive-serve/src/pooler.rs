@@ -175,7 +175,7 @@ impl Pooler {
         };
         let thread = std::thread::Builder::new().name("overdrive-pooler".to_owned());
         let thread = thread.spawn(move || run(&model, &received));
-        pooler.thread = Some(thread.map_err(|source| Error::Listen {
+        pooler.thread = Some(thread.map_err(|source| Error::System {
             action: "start the thread of the model",
             source,
         })?);

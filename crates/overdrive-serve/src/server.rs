@@ -44,7 +44,7 @@ impl Server {
     /// that need an engine refuse every request. `name` is that of the model in the API.
     ///
     /// # Errors
-    /// As for [`Server::new`]; [`Error::Listen`] if the system refuses the thread of the model.
+    /// As for [`Server::new`]; [`Error::System`] if the system refuses the thread of the model.
     pub fn pooling(
         name: impl Into<Arc<str>>,
         model: PoolingModel,
@@ -94,11 +94,11 @@ impl Server {
     /// for requests that have begun; a second signal cancels them at once.
     ///
     /// # Errors
-    /// [`Error::Listen`] if the system refuses threads, signal handlers or the listener; [`Error::Cut`] if requests
+    /// [`Error::System`] if the system refuses threads, signal handlers or the listener; [`Error::Cut`] if requests
     /// had to be cancelled.
     pub fn run(self, listener: TcpListener) -> Result<()> {
         let runtime = runtime()?;
-        let failed = |source| Error::Listen {
+        let failed = |source| Error::System {
             action: "wait for signals",
             source,
         };
@@ -146,7 +146,7 @@ impl Server {
                 Err(_) => pending().await,
             }
         };
-        let failed = |source| Error::Listen {
+        let failed = |source| Error::System {
             action: "listen",
             source,
         };
@@ -189,7 +189,7 @@ pub(crate) fn runtime() -> Result<Runtime> {
         .thread_name("overdrive-serve")
         .enable_all()
         .build();
-    runtime.map_err(|source| Error::Listen {
+    runtime.map_err(|source| Error::System {
         action: "start the server's threads",
         source,
     })
