@@ -150,7 +150,9 @@ impl<M: EngineModel> Engine<M> {
             length <= possible,
             "max_model_len",
             length,
-            format!("at most {context}, the model's context"),
+            format!(
+                "at most {possible}: the context of {context}, and one generated token that the model does not read"
+            ),
         )?;
         let sizes = PagedCacheConfig::of(&shape);
         if config.enable_prefix_caching && !sizes.enable_prefix_caching {
