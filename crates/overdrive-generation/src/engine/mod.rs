@@ -297,7 +297,7 @@ impl<M: EngineModel> Engine<M> {
         let shared = RequestContext {
             request: id,
             images,
-            config: request.config,
+            config: Arc::new(request.config),
             prompt: &request.prompt,
             limit,
             // Requests without their own seed draw different numbers; the samples of one request use
