@@ -48,8 +48,8 @@ pub(crate) struct Flags {
     /// System message of the conversation
     #[arg(long)]
     system: Option<String>,
-    /// Maximum length of the conversation with its answers, in tokens [default: the model's context, or what fits in
-    /// the cache]
+    /// Maximum length of the conversation with its answers, in tokens; at most the model's context and one generated
+    /// token, which the model does not read [default: that, or what fits in the cache]
     #[arg(long)]
     max_model_len: Option<usize>,
     /// Size of the key/value cache in MiB [default: enough for a conversation of maximum length, between 1024 and 4096]

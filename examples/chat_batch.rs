@@ -50,8 +50,8 @@ struct Flags {
     /// Maximum number of conversations in a batch
     #[arg(long, default_value_t = 64)]
     max_num_seqs: usize,
-    /// Maximum length of a conversation with its answer, in tokens [default: the model's context, or what fits in the
-    /// cache]
+    /// Maximum length of a conversation with its answer, in tokens; at most the model's context and one generated token,
+    /// which the model does not read [default: that, or what fits in the cache]
     #[arg(long)]
     max_model_len: Option<usize>,
     /// Size of the key/value cache in MiB [default: enough for one conversation of maximum length, between 1024 and

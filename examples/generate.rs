@@ -105,6 +105,7 @@ fn run(flags: &Flags) -> Result<()> {
         );
     }
     let model = source.load()?;
+    CacheFlags::check(&config, &model)?;
     let images = flags.images.load(&source.files()?)?;
     let mut prompts = prompts;
     if let Some(vision) = model.config().vision() {

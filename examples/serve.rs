@@ -67,7 +67,8 @@ struct Flags {
     /// Maximum number of sequences in a batch
     #[arg(long, default_value_t = 256)]
     max_num_seqs: usize,
-    /// Maximum length of a prompt with its answer, in tokens [default: the model's context, or what fits in the cache]
+    /// Maximum length of a prompt with its answer, in tokens; at most the model's context and one generated token, which
+    /// the model does not read [default: that, or what fits in the cache]
     #[arg(long)]
     max_model_len: Option<usize>,
     /// Size of the key/value cache in MiB [default: 1024 to 4096, depending on the model's context]
@@ -160,14 +161,9 @@ fn run(flags: &Flags) -> Result<()> {
     };
     if let Some(task) = task(flags, &source)? {
         let (folder, load) = (&source.path, source.options());
-        let model = PoolingModel::from_pretrained(folder, task, &tokenizer, &load)?;
-        let served = ServedModel::pooling(name.as_str(), tokenizer, folder)?;
-        return answer(
-            flags,
-            Server::pooling(model, served, options)?,
-            &name,
-            requests,
-        );
+        let model = PoolingModel::from_pretrained(folder, task, tokenizer, &load)?;
+        let server = Server::pooling(name.as_str(), model, options)?;
+        return answer(flags, server, &name, requests);
     }
     let files = source.files()?;
     let mut config = generation_config(&files)?;

@@ -1,8 +1,9 @@
 //! The flags for the key/value cache.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use overdrive::generation::GenerationConfig;
+use overdrive::transformer::CausalLm;
 
 /// The kind of key/value cache, and the size of a sliding cache.
 #[derive(Debug, Clone, Args)]
@@ -53,8 +54,7 @@ impl CacheFlags {
                 config.cache_implementation = Some(name.to_owned());
             }
         }
-        let slides =
-            config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window");
+        let slides = slides(config);
         for (flag, size) in [("--window", self.window), ("--sinks", self.sinks)] {
             if let Some(size) = size.filter(|_| !slides) {
                 bail!(
@@ -67,4 +67,24 @@ impl CacheFlags {
         cache.num_sink_tokens = self.sinks.unwrap_or(cache.num_sink_tokens);
         Ok(())
     }
+
+    /// Checks that a sliding cache has a window.
+    ///
+    /// # Errors
+    /// When neither the flags nor a layer of `model` have one.
+    pub fn check(config: &GenerationConfig, model: &CausalLm) -> Result<()> {
+        let windows = model.cache_shape().windows;
+        let has_window =
+            config.cache_config.window_length.is_some() || windows.iter().any(Option::is_some);
+        ensure!(
+            has_window || !slides(config),
+            "a sliding cache needs a window, and no layer of this model has one of its own; add `--window N`, or choose \
+             another `--cache`"
+        );
+        Ok(())
+    }
+}
+
+fn slides(config: &GenerationConfig) -> bool {
+    config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window")
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use clap::Args;
 use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive::core::{Error, text};
@@ -40,7 +40,11 @@ impl ConstraintFlags {
             let choices = ChoiceConstraint::from_texts(tokenizer, &self.choice, ends)?;
             Some(Box::new(choices))
         } else if let Some(pattern) = &self.regex {
-            Some(Box::new(GrammarConstraint::regex(&vocabulary()?, pattern)?))
+            let grammar = GrammarConstraint::regex(&vocabulary()?, pattern);
+            Some(Box::new(grammar.map_err(|error| match error {
+                overdrive::generation::Error::Constraint(why) => anyhow!("`--regex`: {why}"),
+                other => other.into(),
+            })?))
         } else if let Some(path) = &self.json_schema {
             let text = text::read(path)?;
             let schema = serde_json::from_str(&text).map_err(Error::parse("JSON", path))?;

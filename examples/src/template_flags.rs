@@ -25,6 +25,12 @@ impl TemplateFlags {
                 found => return Ok(found?),
             }
         }
-        Ok(files.chat_template()?)
+        files.chat_template().map_err(|error| match &error {
+            Error::NoChatTemplate { .. } => {
+                let remedy = format!("{error} with `--chat-template PATH`");
+                anyhow::Error::from(error).context(remedy)
+            }
+            _ => error.into(),
+        })
     }
 }

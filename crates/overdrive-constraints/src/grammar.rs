@@ -116,7 +116,20 @@ impl GrammarConstraint {
     /// # Errors
     /// [`Error::Constraint`] if the pattern is invalid or too large.
     pub fn regex(vocabulary: &GrammarVocabulary, pattern: &str) -> Result<GrammarConstraint> {
-        GrammarConstraint::new(vocabulary, TopLevelGrammar::from_regex(pattern))
+        let grammar = TopLevelGrammar::from_regex(pattern);
+        GrammarConstraint::new(vocabulary, grammar).map_err(|error| match &error {
+            // What is wrong is in a line of its own, between places in the grammar around the pattern.
+            Error::Constraint(message) => match message
+                .lines()
+                .find_map(|line| line.strip_prefix("error: "))
+            {
+                Some(why) => {
+                    Error::Constraint(format!("`{pattern}` is not a regular expression: {why}"))
+                }
+                None => error,
+            },
+            _ => error,
+        })
     }
 
     /// Builds a constraint that makes the whole text JSON that conforms to `schema`. Spaces after separators are

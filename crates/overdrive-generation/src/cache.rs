@@ -26,8 +26,8 @@ pub(crate) fn build(
     };
     let has_window = shape.window.is_some() || shape.windows.iter().any(Option::is_some);
     if kind == Sliding && !has_window {
-        let expected = "another cache, or be used with a window_length in `cache_config` (`--window` in the examples): no \
-                        layer of this model has a window of its own";
+        let expected = "another cache, or be used with a window_length in `cache_config`: no layer of this model has a \
+                        window of its own";
         let (key, found) = ("cache_implementation", "\"sliding_window\"");
         return Err(overdrive_core::Error::option(key, found, expected).into());
     }

@@ -194,7 +194,7 @@ pub enum Error {
     Scheduler(&'static str),
     /// A model has no chat template.
     #[error(
-        "{} has no chat template (chat_template.jinja, `chat_template` in tokenizer_config.json, or `tokenizer.chat_template` in a GGUF file); it may be a base model: give the template of its family (`ChatTemplate::new`, in the examples `--chat-template FILE`)", dir.display()
+        "{} has no chat template (chat_template.jinja, `chat_template` in tokenizer_config.json, or `tokenizer.chat_template` in a GGUF file); it may be a base model: give the template of its family", dir.display()
     )]
     NoChatTemplate {
         /// The model's folder or file.

@@ -1,4 +1,5 @@
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Instant;
 
 use overdrive_core::random::entropy;
@@ -215,12 +216,13 @@ impl<'a> Rows<'a> {
         let seed = entropy();
         let copies = config.num_return_sequences;
         let vocabulary = model.num_logits().unsigned_abs() as usize;
+        let shared = Arc::new(config.clone());
         let mut rows = Vec::with_capacity(prompts.len() * copies);
         for (index, prompt) in prompts.iter().enumerate() {
             for copy in 0..copies {
                 let number = rows.len();
                 let sampler = match options.seeds.get(index) {
-                    None => Sampler::new(config, seed, number)?,
+                    None => Sampler::shared(Arc::clone(&shared), seed, number)?,
                     // A prompt with its own seed draws the same numbers in any batch.
                     Some(&own) => {
                         let config = GenerationConfig {

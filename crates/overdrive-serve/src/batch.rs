@@ -13,7 +13,7 @@ use overdrive_core::text::{Lines, expected_by_serde, in_one_line};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use crate::routes::{BATCH_ROUTES, router};
+use crate::routes::{batch_routes, router};
 use crate::server::runtime;
 use crate::shared::Shared;
 use crate::{Error, Result, Server};
@@ -101,8 +101,9 @@ impl BatchRequest {
                 request.method
             ));
         }
-        if !BATCH_ROUTES.contains(&request.url.as_str()) {
-            let (url, routes) = (&request.url, BATCH_ROUTES.join(", "));
+        let routes = batch_routes();
+        if !routes.contains(&request.url.as_str()) {
+            let (url, routes) = (&request.url, routes.join(", "));
             return Err(format!("`url` is {url:?}; it must be one of {routes}"));
         }
         if request
@@ -138,7 +139,7 @@ impl Server {
     /// The options of the server should be those of [`ServerOptions::for_batch`](crate::ServerOptions::for_batch).
     ///
     /// # Errors
-    /// The error of `on_answer`, as [`Error::Answer`]; [`Error::Listen`] if the system refuses threads.
+    /// The error of `on_answer`, as [`Error::Answer`]; [`Error::System`] if the system refuses threads.
     pub fn run_batch<E: Into<BoxError>>(
         self,
         requests: Vec<BatchRequest>,

@@ -1,3 +1,5 @@
+use std::path::PathBuf;
+
 /// The errors of a server. Those of single requests are answered to the client instead.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -8,13 +10,25 @@ pub enum Error {
     /// An error of the engine.
     #[error(transparent)]
     Generation(#[from] overdrive_generation::Error),
-    /// The runtime or the listener failed.
+    /// The system refused threads, signal handlers or the listener.
     #[error("cannot {action}: {source}")]
-    Listen {
+    System {
         /// The operation that failed, as a verb.
         action: &'static str,
         /// The error of the system.
         source: std::io::Error,
+    },
+    /// A causal model was to score pairs, and its tokenizer lacks an answer.
+    #[error(
+        "{} is no reranker: its tokenizer has no token `{token}`; use a reranker, or name the tokens of the answers no and \
+         yes in `classifier_from_token` of its config.json",
+        path.display()
+    )]
+    NotReranker {
+        /// The folder or file of the model.
+        path: PathBuf,
+        /// The token that is missing.
+        token: &'static str,
     },
     /// A file of requests is invalid.
     #[error("{file}, line {line}: {problem}")]

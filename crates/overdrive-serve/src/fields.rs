@@ -71,21 +71,16 @@ impl Fields {
     /// Takes a field; `None` if it is absent or null. An integer may be written as a number without a fraction, as in
     /// vLLM: some clients write every number as a float, such as 16.0.
     pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<Option<T>> {
-        match self.0.remove(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => {
-                let whole = whole(&value);
-                let shown = shorten(&value.to_string());
-                let wrong = |error| wrong_type(name, &shown, &error);
-                match serde_path_to_error::deserialize(value) {
-                    Ok(taken) => Ok(Some(taken)),
-                    Err(error) => whole
-                        .and_then(|whole| T::deserialize(whole).ok())
-                        .map(Some)
-                        .ok_or_else(|| wrong(error)),
-                }
-            }
-        }
+        let Some(value) = self.0.remove(name).filter(|value| !value.is_null()) else {
+            return Ok(None);
+        };
+        serde_path_to_error::deserialize(&value)
+            .or_else(|error| {
+                let whole = whole(&value).and_then(|whole| T::deserialize(whole).ok());
+                // As text only here: a field may be a conversation with its images.
+                whole.ok_or_else(|| wrong_type(name, &shorten(&value.to_string()), &error))
+            })
+            .map(Some)
     }
 
     /// Returns a field that is not taken.

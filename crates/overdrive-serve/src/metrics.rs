@@ -139,7 +139,7 @@ impl Metrics {
             ("engine_steps_total", "Engine steps", engine.steps),
             (
                 "requests_finished_total",
-                "Engine requests that ended",
+                "Requests whose continuations all ended by themselves",
                 engine.finished,
             ),
             (

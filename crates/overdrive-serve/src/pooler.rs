@@ -1,6 +1,7 @@
 //! A model of embeddings or scores, and the thread that owns it.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
@@ -14,15 +15,23 @@ use tch::{Device, Kind, Tensor};
 use tokio::sync::oneshot;
 
 use crate::api_error::{ApiError, ApiResult};
+use crate::text_format::TextFormat;
 use crate::{Error, Result};
 
 /// The number of tokens after which no further sequence joins a batch: enough for a GPU, and a bound of its memory.
 const BATCH_TOKENS: usize = 8192;
 
-/// A model that maps each sequence to a vector or a score, and that generates no text.
+/// A model that maps each sequence to a vector or a score, and that generates no text, with its tokenizer and the form in
+/// which it reads texts.
 #[derive(Debug)]
-#[non_exhaustive]
-pub enum PoolingModel {
+pub struct PoolingModel {
+    pub(crate) weights: Weights,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) format: TextFormat,
+}
+
+#[derive(Debug)]
+pub(crate) enum Weights {
     /// Embeddings, for `/v1/embeddings`.
     Embedding(EmbeddingModel),
     /// Scores of pairs, for `/v1/rerank` and `/v1/score`.
@@ -30,29 +39,51 @@ pub enum PoolingModel {
 }
 
 impl PoolingModel {
-    /// Reads the folder or the GGUF file of a model for `task`, with a tokenizer that a causal reranker finds its answers in.
+    /// Reads the folder or the GGUF file of a model for `task`. `tokenizer` is that of the model; its truncation and padding
+    /// are ignored.
     ///
-    /// A causal model without a `LogitScore` module answers with the tokens that `classifier_from_token` of its
-    /// `config.json` lists, or else with "no" and "yes", as Qwen3-Reranker does.
+    /// Prompts are read from the folder's `config_sentence_transformers.json`, and the form of pairs of a causal reranker
+    /// (`LogitScore`) from its chat template. A causal model without a `LogitScore` module answers with the tokens that
+    /// `classifier_from_token` of its `config.json` lists, or else with "no" and "yes", as Qwen3-Reranker does.
     ///
     /// # Errors
-    /// As [`EmbeddingModel::from_pretrained`] and [`Reranker::from_pretrained`]; an
-    /// [option](overdrive_core::Error::InvalidOption) for an answer that is not one token.
+    /// As [`EmbeddingModel::from_pretrained`] and [`Reranker::from_pretrained`]; a file of the folder that cannot be read or
+    /// parsed; an [option](overdrive_core::Error::InvalidOption) for an answer that is not one token, for a chat template
+    /// without the roles `query` and `document`, and for a model whose embeddings are of chats; [`Error::NotReranker`] for a
+    /// causal model without the tokens "no" and "yes".
     pub fn from_pretrained(
         dir: impl AsRef<Path>,
         task: PoolingTask,
-        tokenizer: &Tokenizer,
+        tokenizer: Arc<Tokenizer>,
         options: &LoadOptions,
     ) -> Result<PoolingModel> {
-        let (dir, failed) = (dir.as_ref(), overdrive_generation::Error::from);
+        let dir = dir.as_ref();
+        let format = TextFormat::of(dir)?;
+        let weights = Weights::from_pretrained(dir, task, &tokenizer, options)?;
+        Ok(PoolingModel {
+            weights,
+            tokenizer,
+            format,
+        })
+    }
+}
+
+impl Weights {
+    fn from_pretrained(
+        dir: &Path,
+        task: PoolingTask,
+        tokenizer: &Tokenizer,
+        options: &LoadOptions,
+    ) -> Result<Weights> {
+        let failed = overdrive_generation::Error::from;
         if task == PoolingTask::Embed {
             let model = EmbeddingModel::from_pretrained(dir, options).map_err(failed)?;
-            return Ok(PoolingModel::Embedding(model));
+            return Ok(Weights::Embedding(model));
         }
         let own = PoolingTask::of(dir).map_err(failed)? == Some(PoolingTask::Score);
         if own {
             let model = Reranker::from_pretrained(dir, options).map_err(failed)?;
-            return Ok(PoolingModel::Reranker(model));
+            return Ok(Weights::Reranker(model));
         }
         let path = dir.join("config.json");
         let config = match dir.is_file() {
@@ -62,18 +93,22 @@ impl PoolingModel {
         };
         let config = config.map_err(overdrive_core::Error::parse("JSON", path))?;
         let key = "classifier_from_token";
-        let answer = |index: usize, default: &str| -> Result<i64> {
+        let answer = |index: usize, default: &'static str| -> Result<i64> {
             let named = config.get(key).and_then(|names| names.get(index)?.as_str());
-            let name = named.unwrap_or(default);
-            let id = tokenizer.token_to_id(name);
-            let expected = "[NO, YES], two tokens of the vocabulary";
-            check_option(id.is_some(), key, format!("{name:?}"), expected)?;
-            Ok(i64::from(id.unwrap_or_default()))
+            let id = tokenizer.token_to_id(named.unwrap_or(default));
+            if let Some(name) = named {
+                let expected = "[NO, YES], two tokens of the vocabulary";
+                check_option(id.is_some(), key, format!("{name:?}"), expected)?;
+            }
+            id.map(i64::from).ok_or_else(|| Error::NotReranker {
+                path: dir.to_owned(),
+                token: default,
+            })
         };
         let answers = [answer(0, "no")?, answer(1, "yes")?];
         let model = CausalLm::from_pretrained(dir, options).map_err(failed)?;
         let model = Reranker::with_answers(model, answers).map_err(failed)?;
-        Ok(PoolingModel::Reranker(model))
+        Ok(Weights::Reranker(model))
     }
 }
 
@@ -112,11 +147,11 @@ pub(crate) enum Inputs {
 }
 
 impl Pooler {
-    pub(crate) fn spawn(model: PoolingModel) -> Result<Pooler> {
+    pub(crate) fn spawn(model: Weights) -> Result<Pooler> {
         let size = |size: i64| usize::try_from(size).unwrap_or(0);
         let (jobs, received) = channel();
         let mut pooler = match &model {
-            PoolingModel::Embedding(model) => Pooler {
+            Weights::Embedding(model) => Pooler {
                 jobs: Some(jobs),
                 thread: None,
                 reranker: None,
@@ -125,7 +160,7 @@ impl Pooler {
                 dimension: size(model.dimension()),
                 normalized: model.pooling().normalize,
             },
-            PoolingModel::Reranker(model) => Pooler {
+            Weights::Reranker(model) => Pooler {
                 jobs: Some(jobs),
                 thread: None,
                 reranker: Some(match model.takes_prompts() {
@@ -140,7 +175,7 @@ impl Pooler {
         };
         let thread = std::thread::Builder::new().name("overdrive-pooler".to_owned());
         let thread = thread.spawn(move || run(&model, &received));
-        pooler.thread = Some(thread.map_err(|source| Error::Listen {
+        pooler.thread = Some(thread.map_err(|source| Error::System {
             action: "start the thread of the model",
             source,
         })?);
@@ -186,7 +221,7 @@ impl Drop for Pooler {
 }
 
 /// Computes jobs until there is no sender.
-fn run(model: &PoolingModel, jobs: &Receiver<Job>) {
+fn run(model: &Weights, jobs: &Receiver<Job>) {
     let _no_grad = tch::no_grad_guard();
     while let Ok(first) = jobs.recv() {
         let mut tokens = first.sequence.ids.len();
@@ -217,10 +252,10 @@ fn run(model: &PoolingModel, jobs: &Receiver<Job>) {
 }
 
 /// Computes the vectors of the sequences, one after another.
-fn values(model: &PoolingModel, sequences: &[TokenSequence]) -> Outcome<Vec<f32>> {
+fn values(model: &Weights, sequences: &[TokenSequence]) -> Outcome<Vec<f32>> {
     let rows = match model {
-        PoolingModel::Embedding(model) => model.embed(sequences),
-        PoolingModel::Reranker(model) => model.scores(sequences),
+        Weights::Embedding(model) => model.embed(sequences),
+        Weights::Reranker(model) => model.scores(sequences),
     };
     let rows = rows.map_err(|error| error.to_string())?;
     let flat = |rows: &Tensor| -> std::result::Result<Vec<f32>, tch::TchError> {

@@ -145,6 +145,7 @@ pub(crate) async fn responses(
         open: None,
         reasoning_tokens: 0,
         output: Vec::new(),
+        is_stream,
         sequence: 0,
         text: String::new(),
         shared,
@@ -266,6 +267,8 @@ struct Writer {
     /// The items that are complete.
     output: Vec<Value>,
     reasoning_tokens: usize,
+    /// If `false`, there are no events, which nobody would read.
+    is_stream: bool,
     /// The number of the next event.
     sequence: u64,
     text: String,
@@ -308,7 +311,11 @@ impl ItemKind {
 }
 
 impl Writer {
-    fn emit(&mut self, kind: &str, mut event: Value) {
+    fn emit(&mut self, kind: &str, event: impl FnOnce(&Writer) -> Value) {
+        if !self.is_stream {
+            return;
+        }
+        let mut event = event(self);
         event["type"] = kind.into();
         event["sequence_number"] = self.sequence.into();
         self.sequence += 1;
@@ -317,29 +324,32 @@ impl Writer {
     }
 
     fn emit_response(&mut self, kind: &str) {
-        let event = json!({"response": self.response});
-        self.emit(kind, event);
+        self.emit(kind, |writer| json!({"response": writer.response}));
     }
 
     fn emit_item(&mut self, kind: &str, item: &Value) {
-        let event = json!({"output_index": self.output.len(), "item": item});
-        self.emit(kind, event);
+        self.emit(
+            kind,
+            |writer| json!({"output_index": writer.output.len(), "item": item}),
+        );
     }
 
     /// Emits an event about the text of an item; `event` ends its name.
-    fn emit_text(&mut self, item: &Item, event: &str, name: &str, value: Value) {
-        let mut fields =
-            json!({"item_id": item.id, "output_index": self.output.len(), "content_index": 0});
-        fields[name] = value;
-        let kind = match (name, item.kind) {
-            ("part", _) => "content_part",
-            (_, ItemKind::Reasoning) => "reasoning_text",
-            (_, ItemKind::Message) => {
-                fields["logprobs"] = json!([]);
-                "output_text"
-            }
+    fn emit_text(&mut self, item: &Item, event: &str, name: &str, value: impl Into<Value>) {
+        let (kind, has_logprobs) = match (name, item.kind) {
+            ("part", _) => ("content_part", false),
+            (_, ItemKind::Reasoning) => ("reasoning_text", false),
+            (_, ItemKind::Message) => ("output_text", true),
         };
-        self.emit(&format!("response.{kind}.{event}"), fields);
+        self.emit(&format!("response.{kind}.{event}"), |writer| {
+            let index = writer.output.len();
+            let mut fields = json!({"item_id": item.id, "output_index": index, "content_index": 0});
+            fields[name] = value.into();
+            if has_logprobs {
+                fields["logprobs"] = json!([]);
+            }
+            fields
+        });
     }
 
     fn push(&mut self, text: &AnswerText) {
@@ -360,7 +370,7 @@ impl Writer {
         }
         let mut item = self.open.take().unwrap_or_else(|| self.open_item(kind));
         if !piece.is_empty() {
-            self.emit_text(&item, "delta", "delta", piece.into());
+            self.emit_text(&item, "delta", "delta", piece);
             item.text.push_str(piece);
         }
         self.open = Some(item);
@@ -384,7 +394,7 @@ impl Writer {
             return;
         };
         let part = item.kind.part(&item.text);
-        self.emit_text(&item, "done", "text", item.text.as_str().into());
+        self.emit_text(&item, "done", "text", item.text.as_str());
         self.emit_text(&item, "done", "part", part.clone());
         let done = item.kind.item(&item.id, status, &[part]);
         self.emit_item("response.output_item.done", &done);
@@ -410,10 +420,14 @@ impl Writer {
             self.emit_item("response.output_item.added", &item("in_progress", ""));
             let index = self.output.len();
             let arguments = &call.arguments;
-            let delta = json!({"item_id": id, "output_index": index, "delta": arguments});
-            self.emit("response.function_call_arguments.delta", delta);
-            let done = json!({"item_id": id, "output_index": index, "name": call.name, "arguments": arguments});
-            self.emit("response.function_call_arguments.done", done);
+            self.emit(
+                "response.function_call_arguments.delta",
+                |_| json!({"item_id": id, "output_index": index, "delta": arguments}),
+            );
+            self.emit(
+                "response.function_call_arguments.done",
+                |_| json!({"item_id": id, "output_index": index, "name": call.name, "arguments": arguments}),
+            );
             let item = item("completed", arguments);
             self.emit_item("response.output_item.done", &item);
             self.output.push(item);

@@ -8,7 +8,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{MethodFilter, MethodRouter, get, on};
 use serde_json::{Value, json};
 use tower_http::cors::{AllowHeaders, AllowOrigin, CorsLayer};
 
@@ -23,70 +23,86 @@ use crate::shared::Shared;
 use crate::tokenization::{detokenize, tokenize, tokenizer_info};
 
 const MODELS: &str = "/v1/models";
-const COMPLETIONS: &str = "/v1/completions";
-const CHAT: &str = "/v1/chat/completions";
-const RESPONSES: &str = "/v1/responses";
-const EMBEDDINGS: &str = "/v1/embeddings";
-const RERANK: [&str; 3] = ["/v1/rerank", "/rerank", "/v2/rerank"];
-const SCORE: [&str; 2] = ["/v1/score", "/score"];
-const TOKENIZE: &str = "/tokenize";
-const DETOKENIZE: &str = "/detokenize";
-const TOKENIZER_INFO: &str = "/tokenizer_info";
 const HEALTH: &str = "/health";
 const METRICS: &str = "/metrics";
 
+/// Returns the handler of a route for requests of one method.
+type Handler = fn(MethodFilter) -> MethodRouter<Arc<Shared>>;
+
+struct Route {
+    path: &'static str,
+    method: MethodFilter,
+    handler: Handler,
+    /// `true` if a request of a file may have it.
+    in_batch: bool,
+}
+
+impl Route {
+    const fn get(path: &'static str, handler: Handler) -> Route {
+        Route {
+            path,
+            method: MethodFilter::GET,
+            handler,
+            in_batch: false,
+        }
+    }
+
+    const fn post(path: &'static str, handler: Handler) -> Route {
+        Route {
+            method: MethodFilter::POST,
+            ..Route::get(path, handler)
+        }
+    }
+
+    const fn batch(path: &'static str, handler: Handler) -> Route {
+        Route {
+            in_batch: true,
+            ..Route::post(path, handler)
+        }
+    }
+
+    /// Returns the route of a path.
+    fn of(path: &str) -> Option<&'static Route> {
+        // The names of models contain slashes.
+        let is_model = path.starts_with("/v1/models/");
+        let path = if is_model { MODELS } else { path };
+        ROUTES.iter().find(|route| route.path == path)
+    }
+}
+
 /// All routes, in the order in which they are listed.
-const ROUTES: [&str; 15] = [
-    MODELS,
-    COMPLETIONS,
-    CHAT,
-    RESPONSES,
-    EMBEDDINGS,
-    RERANK[0],
-    RERANK[1],
-    RERANK[2],
-    SCORE[0],
-    SCORE[1],
-    TOKENIZE,
-    DETOKENIZE,
-    TOKENIZER_INFO,
-    HEALTH,
-    METRICS,
+static ROUTES: [Route; 15] = [
+    Route::get(MODELS, |method| on(method, models)),
+    Route::batch("/v1/completions", |method| on(method, completions)),
+    Route::batch("/v1/chat/completions", |method| {
+        on(method, chat_completions)
+    }),
+    Route::batch("/v1/responses", |method| on(method, responses)),
+    Route::batch("/v1/embeddings", |method| on(method, embeddings)),
+    Route::batch("/v1/rerank", |method| on(method, rerank)),
+    Route::batch("/rerank", |method| on(method, rerank)),
+    Route::batch("/v2/rerank", |method| on(method, rerank)),
+    Route::batch("/v1/score", |method| on(method, score)),
+    Route::batch("/score", |method| on(method, score)),
+    Route::post("/tokenize", |method| on(method, tokenize)),
+    Route::post("/detokenize", |method| on(method, detokenize)),
+    Route::get("/tokenizer_info", |method| on(method, tokenizer_info)),
+    Route::get(HEALTH, |method| on(method, health)),
+    Route::get(METRICS, |method| on(method, metrics)),
 ];
 
-/// The routes that a request of a file may have.
-pub(crate) const BATCH_ROUTES: [&str; 9] = [
-    CHAT,
-    COMPLETIONS,
-    RESPONSES,
-    EMBEDDINGS,
-    RERANK[0],
-    RERANK[1],
-    RERANK[2],
-    SCORE[0],
-    SCORE[1],
-];
+/// Returns the routes that a request of a file may have.
+pub(crate) fn batch_routes() -> Vec<&'static str> {
+    let routes = ROUTES.iter().filter(|route| route.in_batch);
+    routes.map(|route| route.path).collect()
+}
 
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
-    let router = RERANK.into_iter().fold(Router::new(), |router, path| {
-        router.route(path, post(rerank))
+    let routes = ROUTES.iter().fold(Router::new(), |router, route| {
+        router.route(route.path, (route.handler)(route.method))
     });
-    let router = SCORE
-        .into_iter()
-        .fold(router, |router, path| router.route(path, post(score)));
-    let routes = router
-        .route(HEALTH, get(health))
-        .route(METRICS, get(metrics))
-        .route(MODELS, get(models))
-        // The names of models contain slashes.
+    let routes = routes
         .route("/v1/models/{*name}", get(model))
-        .route(COMPLETIONS, post(completions))
-        .route(CHAT, post(chat_completions))
-        .route(RESPONSES, post(responses))
-        .route(EMBEDDINGS, post(embeddings))
-        .route(TOKENIZE, post(tokenize))
-        .route(DETOKENIZE, post(detokenize))
-        .route(TOKENIZER_INFO, get(tokenizer_info))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(&shared), guard))
@@ -136,12 +152,8 @@ async fn full(State(shared): State<Arc<Shared>>) -> ApiError {
 
 /// Checks the key of requests, which only the operator's routes do without, and counts the answers.
 async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
-    let path = request.uri().path();
-    let route = ROUTES
-        .into_iter()
-        // Paths come from clients; a counter for each unknown path would stay forever.
-        .find(|route| path == *route || (*route == MODELS && path.starts_with("/v1/models/")))
-        .unwrap_or("other");
+    // Paths come from clients; a counter for each unknown path would stay forever.
+    let route = Route::of(request.uri().path()).map_or("other", |route| route.path);
     let needs_key = !matches!(route, HEALTH | METRICS);
     let given = request.headers().get(header::AUTHORIZATION);
     let response = match &shared.options.api_key {
@@ -206,17 +218,15 @@ async fn model(
 
 async fn unknown_path(request: Request) -> ApiError {
     let path = crate::fields::shorten(request.uri().path());
-    let message = format!("there is no {path}; this server has {}", ROUTES.join(", "));
+    let routes = ROUTES.iter().map(|route| route.path).collect::<Vec<_>>();
+    let message = format!("there is no {path}; this server has {}", routes.join(", "));
     ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message)
 }
 
 async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
-    let right = match path {
-        COMPLETIONS | CHAT | RESPONSES | EMBEDDINGS | TOKENIZE | DETOKENIZE => "POST",
-        path if RERANK.contains(&path) || SCORE.contains(&path) => "POST",
-        _ => "GET",
-    };
+    let is_post = Route::of(path).is_some_and(|route| route.method == MethodFilter::POST);
+    let right = if is_post { "POST" } else { "GET" };
     let message = format!("{path} does not support {method}; use {right}");
     ApiError::new(
         StatusCode::METHOD_NOT_ALLOWED,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use axum::Router;
 use overdrive_core::check_option;
-use overdrive_generation::EngineHandle;
+use overdrive_generation::{EngineHandle, GenerationConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
@@ -41,16 +41,21 @@ impl Server {
     }
 
     /// Returns a server of embeddings (`/v1/embeddings`) or of scores (`/v1/rerank`, `/v1/score`); its other routes
-    /// that need an engine refuse every request. `served` is made by [`ServedModel::pooling`].
+    /// that need an engine refuse every request. `name` is that of the model in the API.
     ///
     /// # Errors
-    /// As for [`Server::new`]; [`Error::Listen`] if the system refuses the thread of the model.
+    /// As for [`Server::new`]; [`Error::System`] if the system refuses the thread of the model.
     pub fn pooling(
+        name: impl Into<Arc<str>>,
         model: PoolingModel,
-        served: ServedModel,
         options: ServerOptions,
     ) -> Result<Server> {
-        Server::over(Backend::Pooler(Pooler::spawn(model)?), served, options)
+        let served = ServedModel {
+            format: model.format,
+            ..ServedModel::new(name, model.tokenizer, GenerationConfig::default())
+        };
+        let backend = Backend::Pooler(Pooler::spawn(model.weights)?);
+        Server::over(backend, served, options)
     }
 
     fn over(backend: Backend, model: ServedModel, options: ServerOptions) -> Result<Server> {
@@ -89,11 +94,11 @@ impl Server {
     /// for requests that have begun; a second signal cancels them at once.
     ///
     /// # Errors
-    /// [`Error::Listen`] if the system refuses threads, signal handlers or the listener; [`Error::Cut`] if requests
+    /// [`Error::System`] if the system refuses threads, signal handlers or the listener; [`Error::Cut`] if requests
     /// had to be cancelled.
     pub fn run(self, listener: TcpListener) -> Result<()> {
         let runtime = runtime()?;
-        let failed = |source| Error::Listen {
+        let failed = |source| Error::System {
             action: "wait for signals",
             source,
         };
@@ -141,7 +146,7 @@ impl Server {
                 Err(_) => pending().await,
             }
         };
-        let failed = |source| Error::Listen {
+        let failed = |source| Error::System {
             action: "listen",
             source,
         };
@@ -184,7 +189,7 @@ pub(crate) fn runtime() -> Result<Runtime> {
         .thread_name("overdrive-serve")
         .enable_all()
         .build();
-    runtime.map_err(|source| Error::Listen {
+    runtime.map_err(|source| Error::System {
         action: "start the server's threads",
         source,
     })

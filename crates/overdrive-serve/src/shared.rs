@@ -1,6 +1,5 @@
 //! The state that all requests share.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -15,12 +14,12 @@ use overdrive_generation::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
+use crate::ServerOptions;
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::shorten;
 use crate::metrics::Metrics;
 use crate::pooler::Pooler;
 use crate::text_format::TextFormat;
-use crate::{Result, ServerOptions};
 
 /// The model as clients see it.
 #[derive(Debug)]
@@ -51,24 +50,6 @@ impl ServedModel {
             format: TextFormat::default(),
             processor: None,
         }
-    }
-
-    /// Returns a model of embeddings or scores, which generates no text. `path` is its folder or GGUF file: prompts are
-    /// read from the folder's `config_sentence_transformers.json`, and the form of pairs of a causal reranker
-    /// (`LogitScore`) from its chat template. `tokenizer` is that of the model; its truncation and padding are ignored.
-    ///
-    /// # Errors
-    /// A file of the folder that cannot be read or parsed; an [option](overdrive_core::Error::InvalidOption) for a
-    /// chat template without the roles `query` and `document`, and for a model whose embeddings are of chats.
-    pub fn pooling(
-        name: impl Into<Arc<str>>,
-        tokenizer: Arc<Tokenizer>,
-        path: impl AsRef<Path>,
-    ) -> Result<ServedModel> {
-        Ok(ServedModel {
-            format: TextFormat::of(path.as_ref())?,
-            ..ServedModel::new(name, tokenizer, GenerationConfig::default())
-        })
     }
 
     /// Returns the model with the processor of its images. With the feature `image`, the messages of chats and responses may
@@ -184,11 +165,13 @@ impl Backend {
 
     /// Checks that the thread of the model takes requests.
     pub(crate) fn check_running(&self) -> ApiResult<()> {
-        match self {
-            // An engine whose thread has ended does not accept the job.
-            Backend::Engine(engine) => Ok(engine.run(|_| {})?),
-            Backend::Pooler(pooler) if pooler.is_running() => Ok(()),
-            Backend::Pooler(_) => Err(Error::EngineStopped.into()),
+        let is_running = match self {
+            Backend::Engine(engine) => engine.is_running(),
+            Backend::Pooler(pooler) => pooler.is_running(),
+        };
+        match is_running {
+            true => Ok(()),
+            false => Err(Error::EngineStopped.into()),
         }
     }
 }

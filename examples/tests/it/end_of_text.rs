@@ -6,6 +6,7 @@ use std::path::Path;
 
 use clap::Parser;
 use overdrive::generation::{FinishReason, GenerationConfig, generate};
+use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
 use overdrive_examples::{CacheFlags, GenerationFlags, ModelFlags, generation_config};
 use serde_json::json;
 
@@ -137,4 +138,29 @@ fn the_flag_for_the_cache_replaces_the_setting_of_the_model_only_if_it_is_given(
             "{error}"
         );
     }
+}
+
+#[test]
+fn a_sliding_cache_without_a_window_is_refused_with_the_flag_for_one() {
+    let own = LlamaConfig {
+        vocab_size: 16,
+        hidden_size: 32,
+        intermediate_size: 32,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        ..LlamaConfig::default()
+    };
+    let model = CausalLm::new(&own.into(), &InitOptions::default()).unwrap();
+    let check = |flags: &[&str]| {
+        let mut config = GenerationConfig::default();
+        parse(Path::new("model"), flags)
+            .cache
+            .apply(&mut config)
+            .unwrap();
+        CacheFlags::check(&config, &model)
+    };
+    check(&[]).unwrap();
+    check(&["--cache", "sliding", "--window", "8"]).unwrap();
+    let error = check(&["--cache", "sliding"]).unwrap_err().to_string();
+    assert!(error.contains("add `--window N`"), "{error}");
 }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use overdrive::generation::{Message, ModelFiles};
+use overdrive::generation::{Error, Message, ModelFiles};
 use overdrive_examples::TemplateFlags;
 
 #[test]
@@ -30,6 +30,16 @@ fn the_template_is_the_flags_then_the_adapters_then_the_models() {
     assert_eq!(rendered(&flags, None), "of the model");
     assert_eq!(rendered(&flags, Some(&plain)), "of the model");
     assert_eq!(rendered(&flags, Some(&trained)), "of the adapter");
+    let files_of_none = ModelFiles::open(&plain).unwrap();
+    let error = flags.load(&files_of_none, None).unwrap_err();
+    assert!(
+        error.to_string().ends_with("with `--chat-template PATH`"),
+        "{error}"
+    );
+    assert!(matches!(
+        error.downcast_ref(),
+        Some(Error::NoChatTemplate { .. })
+    ));
     flags.chat_template = Some(with("other", Some("of the flag")));
     assert_eq!(rendered(&flags, Some(&trained)), "of the flag");
 }

@@ -15,8 +15,8 @@ pub struct EngineConfig {
     /// others. At least `max_num_seqs`. Default 2048 on a GPU and 512 on a CPU, which takes some tenths of
     /// a second.
     pub max_num_batched_tokens: Option<usize>,
-    /// The largest number of tokens of a prompt and its continuation. Default `None`: the model's
-    /// context, or what the cache holds if that is less.
+    /// The largest number of tokens of a prompt and its continuation. At most the model's context and one generated
+    /// token, which the model does not read. Default `None`: that, or what the cache holds if that is less.
     pub max_model_len: Option<usize>,
     /// The number of tokens in a block of the cache. Default 16.
     pub block_size: usize,

@@ -191,7 +191,7 @@ impl<M: EngineModel> Engine<M> {
         sequences: &[SequenceId],
         adapters: &[Option<usize>],
     ) -> Result<StepLogits> {
-        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let vocabulary = self.limits.vocab_size;
         let logits = match &results.kept {
             None => results.logits,
             Some(kept) => {

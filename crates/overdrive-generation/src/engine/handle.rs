@@ -1,4 +1,4 @@
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use tracing::warn;
 use super::Engine;
 use super::model::EngineModel;
 use super::request::{Completion, Completions, Event, Request, RequestId, RequestLimits};
-use super::statistics::EngineStatistics;
+use super::statistics::{EngineStatistics, LatencyWindow};
 use crate::{Error, Result};
 
 /// The number of consecutive failures of a step after which its sequences are computed one by one. A step may fail
@@ -55,8 +55,10 @@ const PAUSE: Duration = Duration::from_millis(20);
 pub struct EngineHandle {
     commands: Sender<Command>,
     limits: RequestLimits,
+    /// The number of the next request.
     next: AtomicU64,
-    statistics: Arc<Mutex<EngineStatistics>>,
+    counts: Arc<Mutex<EngineStatistics>>,
+    first_tokens: LatencyWindow,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -82,8 +84,8 @@ impl std::fmt::Debug for Job {
 
 #[derive(Debug)]
 enum Command {
-    Submit(u64, Box<Request>, Sink),
-    Cancel(u64),
+    Submit(RequestId, Box<Request>, Sink),
+    Cancel(RequestId),
     Run(Job),
     /// Ends the thread once all requests have ended.
     Finish,
@@ -154,27 +156,30 @@ impl EngineHandle {
                         return;
                     }
                 };
-                let statistics = Arc::new(Mutex::new(engine.statistics()));
-                let _sent = ready.send(Ok((engine.limits(), Arc::clone(&statistics))));
+                let counts = Arc::new(Mutex::new(engine.counts()));
+                let handle = EngineHandle {
+                    commands,
+                    limits: engine.limits(),
+                    next: AtomicU64::new(engine.next),
+                    counts: Arc::clone(&counts),
+                    first_tokens: engine.first_tokens.clone(),
+                    thread: None,
+                };
+                let _sent = ready.send(Ok(handle));
                 let mut worker = Worker {
                     engine,
                     inbox,
-                    statistics,
+                    counts,
                     clients: HashMap::new(),
-                    tickets: HashMap::new(),
+                    jobs: VecDeque::new(),
                     is_finishing: false,
                 };
                 worker.run();
             })
             .map_err(Error::Thread)?;
-        let (limits, statistics) = made.recv().map_err(|_| Error::EngineStopped)??;
-        Ok(EngineHandle {
-            commands,
-            limits,
-            next: AtomicU64::new(0),
-            statistics,
-            thread: Some(thread),
-        })
+        let mut handle = made.recv().map_err(|_| Error::EngineStopped)??;
+        handle.thread = Some(thread);
+        Ok(handle)
     }
 
     /// Submits a request, and returns its events without waiting.
@@ -204,26 +209,33 @@ impl EngineHandle {
         on_event: impl FnMut(Event) + Send + 'static,
     ) -> Result<Ticket> {
         self.limits.check(&request)?;
-        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let id = RequestId(self.next.fetch_add(1, Ordering::Relaxed));
         let sink = Sink(Box::new(on_event));
         self.commands
-            .send(Command::Submit(number, Box::new(request), sink))
+            .send(Command::Submit(id, Box::new(request), sink))
             .map_err(|_| Error::EngineStopped)?;
         Ok(Ticket {
             commands: self.commands.clone(),
-            number,
+            id,
         })
     }
 
     /// Calls `job` with the model on the engine's thread, between two steps, for a computation beside the
-    /// requests, such as an embedding. While there are requests, at most one job is called between two steps.
-    /// If the engine stops before, `job` is dropped.
+    /// requests, such as an embedding. While there are requests, at most one job is called between two steps;
+    /// those that wait delay neither new requests nor cancellations. If the engine stops before, `job` is dropped.
     ///
     /// # Errors
     /// [`Error::EngineStopped`] if the thread has ended.
     pub fn run(&self, job: impl FnOnce(&dyn EngineModel) + Send + 'static) -> Result<()> {
         let sent = self.commands.send(Command::Run(Job(Box::new(job))));
         sent.map_err(|_| Error::EngineStopped)
+    }
+
+    /// Returns `true` while the thread runs. It ends before the handle only if a job or the model panics, or if the cache
+    /// fails.
+    pub fn is_running(&self) -> bool {
+        let thread = self.thread.as_ref();
+        thread.is_some_and(|thread| !thread.is_finished())
     }
 
     /// Returns the largest number of tokens of a prompt and its continuation.
@@ -259,13 +271,17 @@ impl EngineHandle {
 
     /// Returns the size of the model's vocabulary.
     pub fn vocab_size(&self) -> usize {
-        self.limits.vocab_size.unsigned_abs() as usize
+        self.limits.vocab_size
     }
 
     /// Returns the statistics of the engine after its last step.
     pub fn statistics(&self) -> EngineStatistics {
-        let shared = self.statistics.lock();
-        shared.unwrap_or_else(PoisonError::into_inner).clone()
+        let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let counts = counts.clone();
+        EngineStatistics {
+            time_to_first_token: self.first_tokens.summary(),
+            ..counts
+        }
     }
 
     /// Waits until every request has ended, and ends the thread.
@@ -300,14 +316,14 @@ impl Drop for EngineHandle {
 #[derive(Debug)]
 pub struct Ticket {
     commands: Sender<Command>,
-    number: u64,
+    id: RequestId,
 }
 
 impl Ticket {
     /// Cancels the request; the events that report its end still arrive.
     pub fn cancel(&self) {
         // If the engine has stopped, nothing is left to cancel.
-        let _stopped = self.commands.send(Command::Cancel(self.number));
+        let _stopped = self.commands.send(Command::Cancel(self.id));
     }
 }
 
@@ -356,9 +372,10 @@ impl Iterator for Events {
 struct Worker<M> {
     engine: Engine<M>,
     inbox: Receiver<Command>,
-    statistics: Arc<Mutex<EngineStatistics>>,
-    clients: HashMap<RequestId, (u64, Sink)>,
-    tickets: HashMap<u64, RequestId>,
+    counts: Arc<Mutex<EngineStatistics>>,
+    clients: HashMap<RequestId, Sink>,
+    /// The jobs that wait.
+    jobs: VecDeque<Job>,
     is_finishing: bool,
 }
 
@@ -366,6 +383,10 @@ impl<M: EngineModel> Worker<M> {
     fn run(&mut self) {
         let mut failures = 0;
         while self.listen() {
+            // One job per step: otherwise clients that keep sending jobs would block all requests.
+            if let Some(job) = self.jobs.pop_front() {
+                (job.0)(self.engine.model());
+            }
             match self.engine.step() {
                 Ok(events) => {
                     failures = 0;
@@ -390,19 +411,16 @@ impl<M: EngineModel> Worker<M> {
                     }
                 }
             }
-            let now = self.engine.statistics();
-            *self
-                .statistics
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner) = now;
+            let now = self.engine.counts();
+            *self.counts.lock().unwrap_or_else(PoisonError::into_inner) = now;
         }
     }
 
-    /// Handles the commands that have been sent, up to the first job, and waits for a command if there is
-    /// nothing to do. Returns `false` when the thread must end.
+    /// Handles the commands that have been sent, and waits for one if there is nothing to do. Returns `false` when the
+    /// thread must end.
     fn listen(&mut self) -> bool {
         loop {
-            let is_idle = self.engine.is_idle();
+            let is_idle = self.engine.is_idle() && self.jobs.is_empty();
             if is_idle && self.is_finishing {
                 return false;
             }
@@ -412,15 +430,9 @@ impl<M: EngineModel> Worker<M> {
                 self.inbox.try_recv()
             };
             match command {
-                Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
-                Ok(Command::Run(job)) => {
-                    (job.0)(self.engine.model());
-                    // One job per step: otherwise clients that keep sending jobs would block all requests.
-                    if !is_idle {
-                        return true;
-                    }
-                }
-                Ok(Command::Cancel(ticket)) => self.cancel(ticket),
+                Ok(Command::Submit(id, request, sink)) => self.submit(id, *request, sink),
+                Ok(Command::Run(job)) => self.jobs.push_back(job),
+                Ok(Command::Cancel(id)) => self.cancel(id),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,
                 Err(TryRecvError::Empty) => return true,
@@ -428,24 +440,18 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    fn submit(&mut self, ticket: u64, request: Request, mut sink: Sink) {
-        match self.engine.submit(request) {
-            Ok(id) => {
-                self.clients.insert(id, (ticket, sink));
-                self.tickets.insert(ticket, id);
+    fn submit(&mut self, id: RequestId, request: Request, mut sink: Sink) {
+        match self.engine.submit_as(id, request) {
+            Ok(()) => {
+                self.clients.insert(id, sink);
             }
             // The handle has already checked the request, so this is rare.
-            Err(error) => {
-                let request = self.engine.next_id();
-                (sink.0)(Event::Failed { request, error });
-            }
+            Err(error) => (sink.0)(Event::Failed { request: id, error }),
         }
     }
 
-    fn cancel(&mut self, ticket: u64) {
-        if let Some(id) = self.tickets.get(&ticket)
-            && let Err(error) = self.engine.cancel(*id)
-        {
+    fn cancel(&mut self, id: RequestId) {
+        if let Err(error) = self.engine.cancel(id) {
             // This ends the events of all requests.
             let _broken = self.engine.fail_all(&error.to_string());
         }
@@ -453,16 +459,12 @@ impl<M: EngineModel> Worker<M> {
 
     fn send_events(&mut self, events: Vec<Event>) {
         for event in events {
-            let id = event.request();
-            let is_last = event.is_last();
-            let Some((ticket, sink)) = self.clients.get_mut(&id) else {
-                continue;
-            };
-            let ticket = *ticket;
-            (sink.0)(event);
+            let (id, is_last) = (event.request(), event.is_last());
+            if let Some(sink) = self.clients.get_mut(&id) {
+                (sink.0)(event);
+            }
             if is_last {
                 self.clients.remove(&id);
-                self.tickets.remove(&ticket);
             }
         }
     }
@@ -490,17 +492,18 @@ mod tests {
         let (_commands, inbox) = channel();
         let engine = Engine::new(model, EngineConfig::default()).unwrap();
         let mut worker = Worker {
-            statistics: Arc::new(Mutex::new(engine.statistics())),
+            counts: Arc::new(Mutex::new(engine.counts())),
             engine,
             inbox,
             clients: HashMap::new(),
-            tickets: HashMap::new(),
+            jobs: VecDeque::new(),
             is_finishing: false,
         };
         let (events, receiver) = channel();
         let sink = Sink(Box::new(move |event| events.send(event).unwrap()));
         // The handle would refuse this request; here it goes directly to the engine.
-        worker.submit(0, Request::new([99], GenerationConfig::default()), sink);
+        let id = RequestId(0);
+        worker.submit(id, Request::new([99], GenerationConfig::default()), sink);
         let events: Vec<Event> = receiver.iter().collect();
         let [Event::Failed { error, .. }] = &events[..] else {
             panic!("{events:?}");

@@ -112,9 +112,10 @@ pub struct Engine<M> {
     assistant: Option<Assistant>,
     cache: PagedCache,
     scheduler: Scheduler<SequenceId, Sample>,
-    /// The number of unfinished samples of each request.
-    live: HashMap<RequestId, usize>,
+    /// The requests that have not ended.
+    live: HashMap<RequestId, LiveRequest>,
     limits: RequestLimits,
+    /// The number of the next request.
     next: u64,
     // Also filled between steps, by `cancel` and by requests that end at submission.
     events: Vec<Event>,
@@ -122,6 +123,15 @@ pub struct Engine<M> {
     first_tokens: LatencyWindow,
     /// The logits of a step.
     logits: StepLogits,
+}
+
+/// A request that has not ended.
+#[derive(Debug)]
+struct LiveRequest {
+    /// The number of its unfinished samples.
+    samples: usize,
+    /// `true` if a sample was ended early: cancelled, or by `max_time`.
+    is_cut: bool,
 }
 
 impl<M: EngineModel> Engine<M> {
@@ -140,7 +150,9 @@ impl<M: EngineModel> Engine<M> {
             length <= possible,
             "max_model_len",
             length,
-            format!("at most {context}, the model's context"),
+            format!(
+                "at most {possible}: the context of {context}, and one generated token that the model does not read"
+            ),
         )?;
         let sizes = PagedCacheConfig::of(&shape);
         if config.enable_prefix_caching && !sizes.enable_prefix_caching {
@@ -193,7 +205,7 @@ impl<M: EngineModel> Engine<M> {
             limits: RequestLimits {
                 is_batch_invariant: tch::no_grad(|| model.is_batch_invariant()),
                 speculates: shape.device == Device::Cpu,
-                vocab_size: model.vocab_size() as i64,
+                vocab_size: model.vocab_size(),
                 context: context.min(most),
                 length,
                 block_size: config.block_size,
@@ -245,8 +257,11 @@ impl<M: EngineModel> Engine<M> {
                 "on a GPU it replays steps of one token a sequence; use generate to speculate";
             return Err(Error::NotInEngine { key, found, hint });
         }
-        let sizes = [self.limits.vocab_size, assistant.vocab_size() as i64];
-        check_vocabularies(sizes, self.tokenizer.as_deref().zip(tokenizer))?;
+        let sizes = [self.limits.vocab_size, assistant.vocab_size()];
+        check_vocabularies(
+            sizes.map(|size| size as i64),
+            self.tokenizer.as_deref().zip(tokenizer),
+        )?;
         let (size, blocks) = (self.limits.block_size, self.limits.num_blocks);
         self.assistant = Some(Assistant::new(Box::new(assistant), size, blocks)?);
         Ok(self)
@@ -264,8 +279,15 @@ impl<M: EngineModel> Engine<M> {
     /// its configuration is invalid or asks for something that an engine does not support; or when
     /// prompt and continuation would not fit the cache even alone.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
+        let id = RequestId(self.next);
+        self.submit_as(id, request)?;
+        self.next += 1;
+        Ok(id)
+    }
+
+    /// Submits a request under an id that no other has had.
+    fn submit_as(&mut self, id: RequestId, request: Request) -> Result<()> {
         self.limits.check(&request)?;
-        let id = self.next_id();
         let limit = self.limits.longest(&request);
         let adapter = self.limits.adapter(&request)?;
         let images = self.images_of(&request.prompt, request.images)?;
@@ -275,7 +297,7 @@ impl<M: EngineModel> Engine<M> {
         let shared = RequestContext {
             request: id,
             images,
-            config: request.config,
+            config: Arc::new(request.config),
             prompt: &request.prompt,
             limit,
             // Requests without their own seed draw different numbers; the samples of one request use
@@ -284,7 +306,7 @@ impl<M: EngineModel> Engine<M> {
             constraint: request.constraint,
             adapter,
             tokenizer: self.tokenizer.as_ref(),
-            vocabulary: self.limits.vocab_size.unsigned_abs() as usize,
+            vocabulary: self.limits.vocab_size,
         };
         let mut samples = (0..shared.config.num_return_sequences.max(1))
             .map(|number| Sample::new(number, &shared))
@@ -294,7 +316,11 @@ impl<M: EngineModel> Engine<M> {
         let Some(mut first) = samples.pop() else {
             return Err(Error::Scheduler("a request has no sample"));
         };
-        self.live.insert(id, 1 + siblings.len());
+        let live = LiveRequest {
+            samples: 1 + siblings.len(),
+            is_cut: false,
+        };
+        self.live.insert(id, live);
         first.siblings = siblings;
         first.prompt_scores = request.prompt_logprobs.map(PromptScores::new);
         // The only token of a prompt has no log-probability, and needs no step.
@@ -305,14 +331,14 @@ impl<M: EngineModel> Engine<M> {
         // Nothing to compute: the request ends without a step.
         if first.prompt_scores.is_none() && first.is_full(prompt.len()) {
             self.finish_all(id, first.complete_all(&prompt, 0, limit.1));
-            return Ok(id);
+            return Ok(());
         }
         // Keys and values depend on the adapter, so only requests with the same adapter share blocks.
         let namespace = adapter.map_or(0, |index| index as u64 + 1);
         let reusable = first.reusable();
         self.scheduler
             .submit((id.0, 0), namespace, (prompt, reusable), keys, first);
-        Ok(id)
+        Ok(())
     }
 
     /// Returns the images of a prompt, if it has any.
@@ -447,6 +473,14 @@ impl<M: EngineModel> Engine<M> {
 
     /// Returns the state and the counters of the engine.
     pub fn statistics(&self) -> EngineStatistics {
+        EngineStatistics {
+            time_to_first_token: self.first_tokens.summary(),
+            ..self.counts()
+        }
+    }
+
+    /// Returns the statistics without the latency, whose measurements must be sorted.
+    fn counts(&self) -> EngineStatistics {
         let counts = self.scheduler.counts;
         let captured = self.captured.as_ref();
         let captured = captured.map(CapturedSteps::counts).unwrap_or_default();
@@ -462,16 +496,8 @@ impl<M: EngineModel> Engine<M> {
             reused_tokens: counts.reused_tokens,
             preemptions: counts.preemptions,
             recomputed_tokens: counts.recomputed_tokens,
-            time_to_first_token: self.first_tokens.summary(),
             ..self.counts.clone()
         }
-    }
-
-    /// Returns an id for a request that cannot be submitted.
-    fn next_id(&mut self) -> RequestId {
-        let id = RequestId(self.next);
-        self.next += 1;
-        id
     }
 
     /// Returns the number of tokens of a block of the cache.
@@ -557,15 +583,16 @@ impl<M: EngineModel> Engine<M> {
 
     /// Records the end of a sample.
     fn finish(&mut self, (request, sample): (RequestId, usize), completion: Completion) {
-        let left = self.live.get_mut(&request).map_or(0, |left| {
-            *left -= 1;
-            *left
+        let is_last = self.live.get_mut(&request).is_none_or(|live| {
+            let reason = completion.finish_reason;
+            live.is_cut |= matches!(reason, FinishReason::Stopped | FinishReason::TimeLimit);
+            live.samples -= 1;
+            live.samples == 0
         });
-        let is_last = left == 0;
-        if is_last && self.live.remove(&request).is_some() {
-            match completion.finish_reason {
-                FinishReason::Stopped => self.counts.cancelled += 1,
-                _ => self.counts.finished += 1,
+        if is_last && let Some(live) = self.live.remove(&request) {
+            match live.is_cut {
+                true => self.counts.cancelled += 1,
+                false => self.counts.finished += 1,
             }
         }
         self.events.push(Event::Finished {
@@ -578,7 +605,7 @@ impl<M: EngineModel> Engine<M> {
 
     fn remove_where(
         &mut self,
-        gone: impl FnMut(&ScheduledSequence<SequenceId, Sample>) -> bool,
+        gone: impl Fn(&ScheduledSequence<SequenceId, Sample>) -> bool,
     ) -> Result<Vec<ScheduledSequence<SequenceId, Sample>>> {
         let gone = self.scheduler.remove_where(&mut self.cache, gone)?;
         if let Some(assistant) = &mut self.assistant {
@@ -586,5 +613,56 @@ impl<M: EngineModel> Engine<M> {
             assistant.retain(|arrival| running.iter().any(|other| other.arrival == arrival))?;
         }
         Ok(gone)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+
+    use super::*;
+    use crate::GenerationConfig;
+
+    #[test]
+    fn a_request_of_which_one_sample_was_ended_early_counts_as_cancelled_whichever_sample_ends_last()
+     {
+        tch::set_num_threads(1);
+        let config = LlamaConfig {
+            vocab_size: 16,
+            hidden_size: 32,
+            intermediate_size: 32,
+            num_hidden_layers: 1,
+            num_attention_heads: 4,
+            ..LlamaConfig::default()
+        };
+        let model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+        let mut engine = Engine::new(model, EngineConfig::default()).unwrap();
+        let nothing = GenerationConfig {
+            max_length: Some(1),
+            max_new_tokens: None,
+            ..GenerationConfig::default()
+        };
+        engine.submit(Request::new([1], nothing)).unwrap();
+        let finished = engine.run_to_end().unwrap().remove(0).1.unwrap().remove(0);
+        assert_eq!((engine.counts.finished, engine.counts.cancelled), (1, 0));
+        for (number, early) in (1..).zip([FinishReason::TimeLimit, FinishReason::Stopped]) {
+            let id = RequestId(number);
+            let live = LiveRequest {
+                samples: 2,
+                is_cut: false,
+            };
+            engine.live.insert(id, live);
+            let cut = Completion {
+                finish_reason: early,
+                ..finished.clone()
+            };
+            engine.finish((id, 0), cut);
+            engine.finish((id, 1), finished.clone());
+            assert!(engine.events.pop().unwrap().is_last());
+            assert_eq!(
+                (engine.counts.finished, engine.counts.cancelled),
+                (1, number)
+            );
+        }
     }
 }

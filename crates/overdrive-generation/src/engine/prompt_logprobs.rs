@@ -93,7 +93,7 @@ pub(super) fn score_in_blocks<M: EngineModel>(
     scored: &[ScoredPosition],
     limits: &RequestLimits,
 ) -> Result<(Option<Tensor>, Vec<TokenLogprobs>)> {
-    let vocabulary = limits.vocab_size.unsigned_abs() as usize;
+    let vocabulary = limits.vocab_size;
     let rows = (BLOCK_BYTES / size_of::<f32>() / vocabulary.max(1)).max(1);
     let parts: Vec<&[ScoredPosition]> = scored.chunks(rows).collect();
     let own = usize::from(ends > 0);

@@ -228,7 +228,7 @@ pub(super) struct RequestLimits {
     pub(super) is_batch_invariant: bool,
     /// `true` if steps verify proposed tokens.
     pub(super) speculates: bool,
-    pub(super) vocab_size: i64,
+    pub(super) vocab_size: usize,
     /// The largest number of tokens of a prompt that the model can read.
     pub(super) context: usize,
     /// The largest number of tokens of a prompt and its continuation.
@@ -247,6 +247,7 @@ impl RequestLimits {
     /// Checks that the engine could serve `request` if it were alone.
     pub(super) fn check(&self, request: &Request) -> Result<()> {
         let (prompt, config) = (&request.prompt, &request.config);
+        let vocabulary = self.vocab_size as i64;
         config.validate()?;
         self.adapter(request)?;
         // Refused rather than ignored: the result would silently differ from that of `generate`.
@@ -257,13 +258,13 @@ impl RequestLimits {
                 "on a GPU it replays steps of one token a sequence; use generate to speculate";
             return Err(Error::NotInEngine { key, found, hint });
         }
-        check_ids(config, self.vocab_size)?;
+        check_ids(config, vocabulary)?;
         if !config.stop_strings.is_empty() && !self.has_text {
             let (key, found) = ("stop_strings", format!("{:?}", config.stop_strings));
             let hint = "set the tokenizer with Engine::with_tokenizer";
             return Err(Error::NotInEngine { key, found, hint });
         }
-        check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;
+        check(std::slice::from_ref(prompt), self.context, vocabulary)?;
         if !request.images.is_empty() {
             let vision = self.vision()?;
             vision.positions(prompt, &grids_of(&request.images, vision)?)?;
@@ -305,7 +306,7 @@ impl RequestLimits {
 
     /// Checks the shape of a model's logits.
     pub(super) fn check_logits(&self, found: &[i64], rows: i64) -> Result<()> {
-        if found == [rows, self.vocab_size] {
+        if found == [rows, self.vocab_size as i64] {
             return Ok(());
         }
         let expected = format!(

@@ -45,7 +45,7 @@ pub(super) struct Sample {
 #[derive(Debug)]
 pub(super) struct RequestContext<'a> {
     pub(super) request: RequestId,
-    pub(super) config: GenerationConfig,
+    pub(super) config: Arc<GenerationConfig>,
     pub(super) prompt: &'a [i64],
     pub(super) limit: (usize, FinishReason),
     pub(super) seed: u64,
@@ -66,7 +66,7 @@ impl Sample {
             row: RowState {
                 prompt: prompt.len(),
                 limit: shared.limit,
-                sampler: Sampler::new(config, shared.seed, number)?,
+                sampler: Sampler::shared(Arc::clone(config), shared.seed, number)?,
                 constraint: constraint.map(|c| (c.fork(), TokenMask::new(shared.vocabulary))),
                 text: shared
                     .tokenizer

@@ -215,7 +215,7 @@ impl<M: EngineModel> Engine<M> {
             images: images.as_ref(),
             adapters: adapters.as_ref(),
         };
-        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let vocabulary = self.limits.vocab_size;
         let (logits, scores) = if scored.is_empty() {
             let logits = self.model.forward(step)?;
             self.limits
@@ -255,7 +255,7 @@ impl<M: EngineModel> Engine<M> {
 
     /// Chooses the next tokens of the running sequences `ends`, whose logits are in `logits`.
     pub(super) fn choose(&mut self, ends: &[StepEnd]) -> Result<()> {
-        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let vocabulary = self.limits.vocab_size;
         let mut logits = std::mem::take(&mut self.logits);
         let mut ended: HashSet<Arrival> = HashSet::new();
         let mut first_row = 0;

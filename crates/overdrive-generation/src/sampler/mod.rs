@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use overdrive_core::random::Generator;
 
 use crate::logprobs::{Logprobs, TokenLogprobs};
@@ -18,7 +20,7 @@ use self::cuts::Candidates;
 /// to token. Without penalties and biases, greedy search is one pass over the logits.
 #[derive(Debug, Clone)]
 pub struct Sampler {
-    config: GenerationConfig,
+    config: Arc<GenerationConfig>,
     random: Generator,
     row: usize,
     counts: TokenCounts,
@@ -45,10 +47,15 @@ impl Sampler {
     /// # Errors
     /// When the configuration is invalid.
     pub fn new(config: &GenerationConfig, seed: u64, row: usize) -> Result<Sampler> {
+        Sampler::shared(Arc::new(config.clone()), seed, row)
+    }
+
+    /// Returns a sampler as [`Sampler::new`] does, for rows that share a configuration.
+    pub(crate) fn shared(config: Arc<GenerationConfig>, seed: u64, row: usize) -> Result<Sampler> {
         config.validate()?;
         let random = Generator::new(config.seed.unwrap_or(seed), row as u32);
         Ok(Sampler {
-            config: config.clone(),
+            config,
             random,
             row,
             counts: TokenCounts::default(),
@@ -226,7 +233,7 @@ impl Sampler {
         let mut other = self.clone();
         other.random = self.random.split(number);
         // Log-probabilities of proposals are never returned.
-        other.config.logprobs = None;
+        Arc::make_mut(&mut other.config).logprobs = None;
         other
     }
 

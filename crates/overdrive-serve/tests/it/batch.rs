@@ -126,7 +126,7 @@ fn a_wrong_line_is_named() {
         (with("method", "GET".into()), "it must be \"POST\""),
         (
             with("url", "/v1/models".into()),
-            "it must be one of /v1/chat/completions",
+            "it must be one of /v1/completions, /v1/chat/completions",
         ),
         (
             with("body", json!({"stream": true})),

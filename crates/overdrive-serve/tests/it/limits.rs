@@ -146,6 +146,9 @@ fn a_request_that_takes_too_long_ends_with_408_and_is_not_repeated_by_clients() 
         assert_eq!(answer.headers["x-should-retry"], "false");
     }
     server.check_empty();
+    let count = |name: &str| metric(server.address, name);
+    wait("the count", || count("requests_cancelled_total") == 2.0);
+    assert_eq!(count("requests_finished_total"), 0.0);
 }
 
 #[test]

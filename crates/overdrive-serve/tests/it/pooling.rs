@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use overdrive_generation::ModelFiles;
-use overdrive_serve::{PoolingModel, ServedModel};
+use overdrive_serve::{Error, PoolingModel};
 use overdrive_transformer::{LoadOptions, PoolingTask};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -33,10 +33,9 @@ fn server(case: &str, task: PoolingTask) -> TestServer {
 /// Starts a server of a folder or a GGUF file.
 fn server_of(folder: &Path, task: PoolingTask) -> TestServer {
     let tokenizer = ModelFiles::open(folder).unwrap().tokenizer().unwrap();
-    let options = LoadOptions::default();
-    let model = PoolingModel::from_pretrained(folder, task, &tokenizer, &options).unwrap();
-    let served = ServedModel::pooling(NAME, Arc::new(tokenizer), folder).unwrap();
-    TestServer::pooling(model, served)
+    let (tokenizer, options) = (Arc::new(tokenizer), LoadOptions::default());
+    let model = PoolingModel::from_pretrained(folder, task, tokenizer, &options).unwrap();
+    TestServer::pooling(model)
 }
 
 fn embeddings(case: &str) -> TestServer {
@@ -418,4 +417,19 @@ fn many_clients_share_batches() {
         }
     });
     server.check_empty();
+}
+
+#[test]
+fn a_causal_model_without_the_answers_of_a_reranker_is_refused_with_what_to_do() {
+    // Its tokens are the bytes.
+    let tokenizer = Arc::new(crate::support::tokenizer());
+    let folder = fixture("reranker_qwen3");
+    let (task, options) = (PoolingTask::Score, LoadOptions::default());
+    let error = PoolingModel::from_pretrained(&folder, task, tokenizer, &options).unwrap_err();
+    let is_known = matches!(&error, Error::NotReranker { path, token: "no" } if *path == folder);
+    assert!(is_known, "{error}");
+    assert!(
+        error.to_string().contains("use a reranker, or name"),
+        "{error}"
+    );
 }

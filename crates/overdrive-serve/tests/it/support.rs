@@ -269,11 +269,11 @@ impl TestServer {
     }
 
     /// Starts a server without an engine.
-    pub(crate) fn pooling(model: PoolingModel, served: ServedModel) -> TestServer {
+    pub(crate) fn pooling(model: PoolingModel) -> TestServer {
         // Tests run in parallel, and their models are too small for threads of their own.
         tch::set_num_threads(1);
         let options = ServerOptions::default();
-        let server = Server::pooling(model, served, options).unwrap();
+        let server = Server::pooling(NAME, model, options).unwrap();
         TestServer::of(server, Gate::new(true))
     }
 

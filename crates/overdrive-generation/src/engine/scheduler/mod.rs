@@ -313,21 +313,22 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
     pub(super) fn remove_where(
         &mut self,
         blocks: &mut impl BlockAllocator<Id = I>,
-        mut gone: impl FnMut(&ScheduledSequence<I, T>) -> bool,
+        gone: impl Fn(&ScheduledSequence<I, T>) -> bool,
     ) -> Result<Vec<ScheduledSequence<I, T>>> {
-        let mut out: Vec<_> = self
-            .running
-            .extract_if(.., |sequence| gone(sequence))
-            .collect();
+        let running = &mut self.running;
+        let mut out: Vec<_> = running.extract_if(.., |sequence| gone(sequence)).collect();
         for sequence in &mut out {
             if let Some(cache_id) = sequence.cache_id.take() {
                 blocks.release(cache_id)?;
             }
         }
-        // Both halves keep their order of arrival.
-        let (gone, kept): (VecDeque<_>, VecDeque<_>) = self.waiting.drain(..).partition(gone);
-        self.waiting = kept;
-        out.extend(gone);
+        // Asked first: this is called in every step, and a long queue rarely loses a sequence.
+        if self.waiting.iter().any(&gone) {
+            // Both halves keep their order of arrival.
+            let (gone, kept): (VecDeque<_>, VecDeque<_>) = self.waiting.drain(..).partition(gone);
+            self.waiting = kept;
+            out.extend(gone);
+        }
         self.running.sort_by_key(|sequence| sequence.arrival);
         Ok(out)
     }

@@ -210,12 +210,22 @@ fn a_job_gets_the_model_between_two_steps() {
     );
 }
 
+/// Stops the engine's thread in a job, so that commands can be sent together, until the sender is used.
+fn hold(engine: &EngineHandle) -> std::sync::mpsc::Sender<()> {
+    let ((open, gate), (begin, begun)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let job = move |_: &dyn EngineModel| {
+        begin.send(()).unwrap();
+        gate.recv().unwrap();
+    };
+    engine.run(job).unwrap();
+    begun.recv().unwrap();
+    open
+}
+
 #[test]
 fn a_step_follows_each_job_while_there_is_a_request() {
     let engine = EngineHandle::spawn(Engine::new(tiny(64), config(|_| {})).unwrap()).unwrap();
-    let (open, gate) = std::sync::mpsc::channel();
-    // The engine's thread waits until all commands have been sent.
-    engine.run(move |_| gate.recv().unwrap()).unwrap();
+    let open = hold(&engine);
     let tokens = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&tokens);
     let _ticket = engine
@@ -233,4 +243,44 @@ fn a_step_follows_each_job_while_there_is_a_request() {
     open.send(()).unwrap();
     let seen: Vec<usize> = seen.iter().take(4).collect();
     assert_eq!(seen, [0, 1, 2, 3]);
+}
+
+#[test]
+fn a_request_that_follows_jobs_begins_before_them() {
+    let engine = EngineHandle::spawn(Engine::new(tiny(64), config(|_| {})).unwrap()).unwrap();
+    let open = hold(&engine);
+    let first = engine.submit(Request::new([1, 2], greedy(20))).unwrap();
+    let tokens = Arc::new(AtomicUsize::new(0));
+    let (sender, seen) = std::sync::mpsc::channel();
+    for _ in 0..4 {
+        let (sender, tokens) = (sender.clone(), Arc::clone(&tokens));
+        let job = move |_: &dyn EngineModel| sender.send(tokens.load(Ordering::Relaxed)).unwrap();
+        engine.run(job).unwrap();
+    }
+    let counted = Arc::clone(&tokens);
+    let _second = engine
+        .submit_with(Request::new([3, 4], greedy(20)), move |event| {
+            let is_token = matches!(event, Event::Token { .. });
+            counted.fetch_add(usize::from(is_token), Ordering::Relaxed);
+        })
+        .unwrap();
+    first.cancel();
+    open.send(()).unwrap();
+    let seen: Vec<usize> = seen.iter().take(4).collect();
+    assert_eq!(seen, [0, 1, 2, 3]);
+    // Cancelled before its first step.
+    assert!(first.wait().unwrap()[0].tokens.is_empty());
+}
+
+#[test]
+fn a_handle_whose_thread_has_ended_is_not_running() {
+    let engine = EngineHandle::spawn(Engine::new(tiny(64), config(|_| {})).unwrap()).unwrap();
+    assert!(engine.is_running());
+    engine.run(|_| panic!("on purpose")).unwrap();
+    while engine.is_running() {
+        std::thread::yield_now();
+    }
+    let refused = engine.submit(Request::new([1], greedy(1)));
+    assert!(matches!(refused, Err(Error::EngineStopped)));
+    assert!(matches!(engine.finish(), Err(Error::EngineStopped)));
 }

@@ -369,8 +369,8 @@ fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
         (|c| c.block_size = 0, "block_size"),
         (|c| c.watermark = 1.0, "watermark"),
         (
-            |c| c.max_model_len = Some(100_000),
-            "`max_model_len` is 100000; it must be at most 256, the model's context",
+            |c| c.max_model_len = Some(258),
+            "`max_model_len` is 258; it must be at most 257: the context of 256, and one generated token",
         ),
         (
             |c| {
