@@ -171,8 +171,10 @@ fn continuous(model: &CausalLm, trace: &[Wanted], seats: usize) -> StepResult<(D
         model,
         inside: Cell::default(),
     };
-    let mut config = EngineConfig::default();
-    config.max_num_seqs = seats;
+    let mut config = EngineConfig {
+        max_num_seqs: seats,
+        ..EngineConfig::default()
+    };
     // The prompts share nothing, so the prefix cache is off.
     config.enable_prefix_caching = false;
     let mut engine = Engine::new(&timed, config)?;

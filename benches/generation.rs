@@ -149,8 +149,10 @@ fn scheduler(criterion: &mut Criterion) {
         let model = Idle {
             logits: Tensor::randn([256, 64], (Kind::Float, Device::Cpu)),
         };
-        let mut config = EngineConfig::default();
-        config.num_blocks = Some(1 << 20);
+        let config = EngineConfig {
+            num_blocks: Some(1 << 20),
+            ..EngineConfig::default()
+        };
         let mut engine = Engine::new(model, config).expect("an engine");
         let request = GenerationConfig {
             max_new_tokens: Some(1 << 22),

@@ -77,9 +77,11 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     let images = flags.images.load(&files)?;
     let began = Instant::now();
     let model = source.load()?;
-    let mut engine = EngineConfig::default();
-    engine.max_model_len = flags.max_model_len;
-    engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    let engine = EngineConfig {
+        max_model_len: flags.max_model_len,
+        kv_cache_memory_bytes: flags.cache_mib.map(|mib| mib << 20),
+        ..EngineConfig::default()
+    };
     let mut chat = Chat {
         engine: Engine::new(&model, engine)?.with_tokenizer(Arc::clone(&tokenizer)),
         config: config.or_end_of_text(&template, &tokenizer),

@@ -99,10 +99,12 @@ fn run(flags: &Flags) -> Result<()> {
         scheme
     };
     let scheme = sized(flags.scheme);
-    let mut options = CheckpointOptions::default();
-    options.head = flags.head.flatten().map(sized);
-    options.embedding = flags.embedding.flatten().map(sized);
-    options.skip_modules = flags.skip.clone();
+    let mut options = CheckpointOptions {
+        head: flags.head.flatten().map(sized),
+        embedding: flags.embedding.flatten().map(sized),
+        skip_modules: flags.skip.clone(),
+        ..CheckpointOptions::default()
+    };
     let wants = |method| flags.calibrate.contains(&method);
     options.calibration.clip = wants(Calibrate::Clip).then(ClipOptions::default);
     options.calibration.gptq = wants(Calibrate::Gptq).then(GptqOptions::default);

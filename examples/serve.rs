@@ -65,7 +65,7 @@ struct Flags {
     #[arg(long)]
     served_model_name: Option<String>,
     /// Maximum number of sequences in a batch
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = EngineConfig::default().max_num_seqs)]
     max_num_seqs: usize,
     /// Maximum length of a prompt with its answer, in tokens; at most the model's context and one generated token, which
     /// the model does not read [default: that, or what fits in the cache]
@@ -93,28 +93,28 @@ struct Flags {
     #[arg(long, value_name = "ORIGIN", num_args = 1.., value_delimiter = ',')]
     allowed_origins: Vec<String>,
     /// Maximum number of open connections; requests on further connections get status 503
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = ServerOptions::default().max_connections)]
     max_connections: usize,
     /// Seconds within which the head of a request must arrive, and after which an idle connection is closed
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = ServerOptions::default().header_timeout.as_secs())]
     header_timeout: u64,
     /// Seconds after which the connection of a client that does not read its answer is closed
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = ServerOptions::default().write_timeout.as_secs())]
     write_timeout: u64,
     /// Maximum number of running and waiting sequences; further requests get status 429
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = ServerOptions::default().max_queue)]
     max_queue: usize,
     /// Maximum max_tokens of a request [default: what fits in the context]
     #[arg(long)]
     max_tokens: Option<usize>,
     /// Maximum size of a request body in bytes
-    #[arg(long, default_value_t = 4 << 20)]
+    #[arg(long, default_value_t = ServerOptions::default().max_body_bytes)]
     max_body_bytes: usize,
     /// Maximum duration of a request in seconds, including waiting
-    #[arg(long, default_value_t = 600)]
+    #[arg(long, default_value_t = ServerOptions::default().max_time.as_secs())]
     max_time: u64,
     /// Seconds that requests in progress have to finish after a signal
-    #[arg(long, default_value_t = 25)]
+    #[arg(long, default_value_t = ServerOptions::default().drain_timeout.as_secs())]
     drain_timeout: u64,
     /// Pooling of the embeddings of a model that generates text: last, mean or cls
     #[arg(long, default_value = "last")]
@@ -220,18 +220,20 @@ fn run(flags: &Flags) -> Result<()> {
 
 /// Returns the options of a server of a network.
 fn options(flags: &Flags) -> Result<ServerOptions> {
-    let mut options = ServerOptions::default();
-    options.api_key = ApiKey::from_env()?;
-    options.allowed_origins.clone_from(&flags.allowed_origins);
-    options.max_connections = flags.max_connections;
-    options.header_timeout = Duration::from_secs(flags.header_timeout);
-    options.write_timeout = Duration::from_secs(flags.write_timeout);
-    options.max_queue = flags.max_queue;
-    options.max_tokens = flags.max_tokens;
-    options.max_body_bytes = flags.max_body_bytes;
-    options.max_time = Duration::from_secs(flags.max_time);
-    options.drain_timeout = Duration::from_secs(flags.drain_timeout);
-    options.pooling = flags.pooling;
+    let options = ServerOptions {
+        api_key: ApiKey::from_env()?,
+        allowed_origins: flags.allowed_origins.clone(),
+        max_connections: flags.max_connections,
+        header_timeout: Duration::from_secs(flags.header_timeout),
+        write_timeout: Duration::from_secs(flags.write_timeout),
+        max_queue: flags.max_queue,
+        max_tokens: flags.max_tokens,
+        max_body_bytes: flags.max_body_bytes,
+        max_time: Duration::from_secs(flags.max_time),
+        drain_timeout: Duration::from_secs(flags.drain_timeout),
+        pooling: flags.pooling,
+        ..ServerOptions::default()
+    };
     options.validate()?;
     Ok(options)
 }
@@ -293,12 +295,14 @@ fn engine(
         load_adapter_for_rows(&mut model, &folder, name, &LoadAdapterOptions::default())
             .with_context(|| format!("--lora {name}={}", folder.display()))?;
     }
-    let mut config = EngineConfig::default();
-    config.max_num_seqs = flags.max_num_seqs;
-    config.max_model_len = flags.max_model_len;
-    config.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
-    config.kv_cache_dtype = flags.kv_cache_dtype;
-    config.enforce_eager = flags.enforce_eager;
+    let config = EngineConfig {
+        max_num_seqs: flags.max_num_seqs,
+        max_model_len: flags.max_model_len,
+        kv_cache_memory_bytes: flags.cache_mib.map(|mib| mib << 20),
+        kv_cache_dtype: flags.kv_cache_dtype,
+        enforce_eager: flags.enforce_eager,
+        ..EngineConfig::default()
+    };
     let engine = Engine::new(model, config)?.with_tokenizer(tokenizer);
     let Some(path) = &flags.assistant_model else {
         return Ok(engine);

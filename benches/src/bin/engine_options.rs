@@ -156,8 +156,10 @@ fn run(
     variant: Option<Variant>,
     tokens: usize,
 ) -> Result<(f64, Vec<Vec<i64>>, f64)> {
-    let mut config = EngineConfig::default();
-    config.max_model_len = Some(2048);
+    let mut config = EngineConfig {
+        max_model_len: Some(2048),
+        ..EngineConfig::default()
+    };
     let mut options = GenerationConfig {
         // No end of a text, so that all answers have the same length.
         max_new_tokens: Some(tokens),

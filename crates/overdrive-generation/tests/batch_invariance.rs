@@ -162,11 +162,13 @@ fn by_engine_over(
     budget: usize,
     options: &GenerationConfig,
 ) -> Vec<Bits> {
-    let mut config = EngineConfig::default();
-    config.max_num_seqs = budget.min(64);
-    config.max_num_batched_tokens = Some(budget);
-    config.num_blocks = Some(128);
-    config.kv_cache_dtype = dtype;
+    let config = EngineConfig {
+        max_num_seqs: budget.min(64),
+        max_num_batched_tokens: Some(budget),
+        num_blocks: Some(128),
+        kv_cache_dtype: dtype,
+        ..EngineConfig::default()
+    };
     let mut engine = Engine::new(model, config).unwrap();
     for prompt in prompts {
         engine
@@ -183,10 +185,12 @@ fn by_engine_over(
 
 /// Returns the tokens of prompts, without the first, and the bits of their log-probabilities.
 fn scored_by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
-    let mut config = EngineConfig::default();
-    config.max_num_seqs = 8;
-    config.max_num_batched_tokens = Some(budget);
-    config.num_blocks = Some(64);
+    let config = EngineConfig {
+        max_num_seqs: 8,
+        max_num_batched_tokens: Some(budget),
+        num_blocks: Some(64),
+        ..EngineConfig::default()
+    };
     let mut engine = Engine::new(model, config).unwrap();
     for prompt in prompts {
         let request = Request::new(prompt.clone(), options(None)).with_prompt_logprobs(0);

@@ -9,7 +9,6 @@ use crate::{DownloadProgress, Result};
 /// The options of [`model_path`](crate::model_path), by default those of Python's `huggingface_hub` without any
 /// environment variable.
 #[derive(Clone)]
-#[non_exhaustive]
 pub struct HubOptions {
     /// The folder of the cache; default `~/.cache/huggingface/hub`.
     pub cache: PathBuf,

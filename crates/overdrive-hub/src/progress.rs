@@ -5,8 +5,10 @@ use std::sync::Arc;
 ///
 /// ```
 /// use overdrive_hub::{DownloadProgress, HubOptions};
-/// let mut options = HubOptions::default();
-/// options.progress = Some(DownloadProgress::new(|done, all| eprint!("\r{}%", 100 * done / all.max(1))));
+/// let options = HubOptions {
+///     progress: Some(DownloadProgress::new(|done, all| eprint!("\r{}%", 100 * done / all.max(1)))),
+///     ..HubOptions::default()
+/// };
 /// ```
 #[derive(Clone)]
 pub struct DownloadProgress(Arc<dyn Fn(u64, u64) + Send + Sync>);

@@ -8,7 +8,6 @@ use crate::{AttendOptions, Error, KvCache, KvView, QkvRows, Result};
 
 /// The options of a [`DynamicCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct DynamicCacheConfig {
     /// The number of tokens to allocate at the first append. Default 64. Set it to the final length (prompt
     /// and new tokens), if known, to avoid all later copies.

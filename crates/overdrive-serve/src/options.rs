@@ -12,7 +12,6 @@ const MOST: usize = 1 << 20;
 
 /// The options of a [`Server`](crate::Server): its key and its limits.
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct ServerOptions {
     /// The key that requests must carry, except those to `/health` and `/metrics`. Default `None`: no key is needed.
     pub api_key: Option<ApiKey>,

@@ -56,7 +56,9 @@ fn loading_takes_the_memory_of_the_model_and_no_copy_beside_it() {
     assert!(peak < 4 * parameters + (4 << 20) + 100_000, "{peak}");
 
     let dir = tempfile::tempdir().unwrap();
-    let options = SaveOptions::default().with_max_shard_bytes(8 << 20);
+    let options = SaveOptions {
+        max_shard_bytes: 8 << 20,
+    };
     model.save_pretrained(dir.path(), &options).unwrap();
     drop(model);
     for (kind, size) in [

@@ -337,10 +337,12 @@ fn ready<'a>(
     enforce_eager: bool,
 ) -> Result<(Engine<&'a CausalLm>, Duration)> {
     let new = request.max_new_tokens.unwrap_or(0);
-    let mut settings = EngineConfig::default();
-    settings.max_num_seqs = streams;
-    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
-    settings.enforce_eager = enforce_eager;
+    let settings = EngineConfig {
+        max_num_seqs: streams,
+        num_blocks: Some(streams * (PROMPT + new + 32) / 16),
+        enforce_eager,
+        ..EngineConfig::default()
+    };
     let mut engine = Engine::new(model, settings)?;
     let warm_up = engine.warm_up()?;
     for prompt in prompts(model, streams) {

@@ -154,8 +154,10 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind, adapters: &[&str]) -
         set_adapter(&mut model, &[])?;
     }
     let run = |enforce_eager: bool| -> Result<(Vec<Vec<i64>>, EngineStatistics)> {
-        let mut settings = EngineConfig::default();
-        settings.max_num_seqs = 12;
+        let mut settings = EngineConfig {
+            max_num_seqs: 12,
+            ..EngineConfig::default()
+        };
         // Too few for all of them, so that some are preempted.
         settings.num_blocks = Some(30);
         settings.enforce_eager = enforce_eager;

@@ -105,8 +105,10 @@ fn generated(model: &CausalLm) -> Result<Vec<i64>> {
 
 /// Returns the tokens of two requests that share their steps with one without images.
 fn served(model: &CausalLm) -> Result<Vec<Vec<i64>>> {
-    let mut settings = EngineConfig::default();
-    settings.num_blocks = Some(64);
+    let settings = EngineConfig {
+        num_blocks: Some(64),
+        ..EngineConfig::default()
+    };
     let mut engine = Engine::new(model, settings)?;
     for _ in 0..2 {
         engine.submit(Request::new(prompt(), greedy()).with_images(vec![image()?]))?;

@@ -154,8 +154,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         })?;
         context.check(format!("a {name} step of the engine"), || {
             let model = model(&config, device, Kind::Float)?;
-            let mut settings = EngineConfig::default();
-            settings.num_blocks = Some(64);
+            let settings = EngineConfig {
+                num_blocks: Some(64),
+                ..EngineConfig::default()
+            };
             let mut engine = Engine::new(&model, settings)?;
             for prompt in prompts(4) {
                 engine.submit(Request::new(prompt, options.clone()))?;

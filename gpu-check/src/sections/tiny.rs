@@ -371,9 +371,11 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
                 Ok(output.new_tokens(0).to_vec())
             })
             .collect::<Result<_>>()?;
-        let mut settings = EngineConfig::default();
-        settings.max_num_seqs = 3;
-        settings.num_blocks = Some(64);
+        let settings = EngineConfig {
+            max_num_seqs: 3,
+            num_blocks: Some(64),
+            ..EngineConfig::default()
+        };
         let mut engine = Engine::new(&model, settings)?;
         for prompt in &prompts {
             engine.submit(Request::new(prompt.clone(), greedy.clone()))?;

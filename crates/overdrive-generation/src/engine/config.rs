@@ -6,7 +6,6 @@ use crate::Result;
 /// The options with which an [`Engine`](crate::Engine) shares its model and memory among requests, named
 /// as in vLLM.
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
 pub struct EngineConfig {
     /// The largest number of sequences that are computed at once; more wait. Default 256. A request of
     /// `n` samples counts as `n` sequences once its prompt is read.

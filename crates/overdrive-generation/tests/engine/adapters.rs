@@ -116,11 +116,13 @@ fn a_batch_of_several_adapters_gives_the_tokens_of_each_alone() {
         }
         // At once; with chunks of prompts; with so few blocks that sequences are preempted.
         for (tokens, blocks) in [(64, 256), (16, 256), (64, 24)] {
-            let mut config = EngineConfig::default();
-            config.block_size = 4;
-            config.num_blocks = Some(blocks);
-            config.max_num_seqs = 10;
-            config.max_num_batched_tokens = Some(tokens);
+            let config = EngineConfig {
+                block_size: 4,
+                num_blocks: Some(blocks),
+                max_num_seqs: 10,
+                max_num_batched_tokens: Some(tokens),
+                ..EngineConfig::default()
+            };
             let mut engine = Engine::new(&model, config).unwrap();
             // Twice: the second time finds blocks of the first.
             for round in 0..2 {
@@ -157,11 +159,13 @@ fn log_probabilities_of_prompts_are_those_of_each_adapter_alone() {
     }
     set_adapter(&mut model, &[]).unwrap();
     for (tokens, blocks) in [(64, 256), (16, 256), (64, 24)] {
-        let mut config = EngineConfig::default();
-        config.block_size = 4;
-        config.num_blocks = Some(blocks);
-        config.max_num_seqs = 10;
-        config.max_num_batched_tokens = Some(tokens);
+        let config = EngineConfig {
+            block_size: 4,
+            num_blocks: Some(blocks),
+            max_num_seqs: 10,
+            max_num_batched_tokens: Some(tokens),
+            ..EngineConfig::default()
+        };
         let mut engine = Engine::new(&model, config).unwrap();
         for (name, prompt) in requests() {
             let mut request = Request::new(prompt, greedy(6)).with_prompt_logprobs(0);

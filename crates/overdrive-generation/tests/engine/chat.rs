@@ -58,9 +58,11 @@ fn answers_come_in_order_each_as_if_alone_and_errors_stay_with_their_conversatio
         stop_strings: vec!["\n".to_owned()],
         ..GenerationConfig::default()
     };
-    let mut engine = EngineConfig::default();
-    engine.max_num_seqs = 2;
-    engine.num_blocks = Some(32);
+    let engine = EngineConfig {
+        max_num_seqs: 2,
+        num_blocks: Some(32),
+        ..EngineConfig::default()
+    };
     let options = ChatBatchOptions {
         engine,
         ..ChatBatchOptions::default()

@@ -147,8 +147,10 @@ struct Seen {
 fn soak(requests: usize, seed: u64, model: fn() -> CausalLm, assistant: Option<CausalLm>) {
     let reference = model();
     let shares = !reference.cache_shape().recurrent.contains(&true);
-    let mut config = EngineConfig::default();
-    config.block_size = 4;
+    let mut config = EngineConfig {
+        block_size: 4,
+        ..EngineConfig::default()
+    };
     // The longest request, 31 and 16 tokens, takes 12 of them.
     config.num_blocks = Some(26);
     config.max_num_seqs = 12;

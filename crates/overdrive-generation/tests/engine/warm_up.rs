@@ -61,9 +61,10 @@ impl EngineModel for Loading {
 
 fn config() -> EngineConfig {
     tch::set_num_threads(1);
-    let mut config = EngineConfig::default();
-    config.num_blocks = Some(64);
-    config
+    EngineConfig {
+        num_blocks: Some(64),
+        ..EngineConfig::default()
+    }
 }
 
 fn tokens(engine: &mut Engine<Loading>) -> Vec<(String, Vec<i64>)> {

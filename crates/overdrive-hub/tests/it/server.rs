@@ -169,13 +169,14 @@ impl Hub {
 }
 
 pub(crate) fn options(url: &str, folder: &Path) -> HubOptions {
-    let mut options = HubOptions::default();
-    options.cache = folder.to_owned();
-    options.endpoint = url.to_owned();
-    options.token = Some("hf_secret".to_owned());
-    options.retry_pause = Duration::ZERO;
-    options.retries = 2;
-    options
+    HubOptions {
+        cache: folder.to_owned(),
+        endpoint: url.to_owned(),
+        token: Some("hf_secret".to_owned()),
+        retry_pause: Duration::ZERO,
+        retries: 2,
+        ..HubOptions::default()
+    }
 }
 
 /// Returns bytes that no compression or repetition could hide a fault in.

@@ -254,8 +254,10 @@ fn a_quantized_table_beside_another_head_is_looked_up() {
             dense
                 .save_pretrained(folder.join("dense"), &SaveOptions::default())
                 .unwrap();
-            let mut checkpoint = CheckpointOptions::default();
-            checkpoint.embedding = Some(scheme);
+            let checkpoint = CheckpointOptions {
+                embedding: Some(scheme),
+                ..CheckpointOptions::default()
+            };
             let packed = folder.join("packed");
             quantize_checkpoint(folder.join("dense"), &packed, scheme, &checkpoint).unwrap();
             let mut model = CausalLm::from_pretrained(&packed, &LoadOptions::default()).unwrap();

@@ -7,7 +7,6 @@ use crate::calibrate::{CalibrationOptions, InputCollector, Migration};
 
 /// The options of [`quantize_checkpoint`](crate::quantize_checkpoint).
 #[derive(Debug, Clone)]
-#[non_exhaustive]
 pub struct CheckpointOptions {
     /// The scheme of the output head; default `None`: it stays dense. If the head is tied, the embedding is
     /// quantized with it.

@@ -172,8 +172,10 @@ fn a_tied_embedding_can_be_quantized_and_then_the_whole_file_is_small() {
         let (_, layout) = read_config(&out);
         assert!(!layout.is_quantized("lm_head").unwrap());
 
-        let mut options = CheckpointOptions::default();
-        options.head = Some(scheme);
+        let options = CheckpointOptions {
+            head: Some(scheme),
+            ..CheckpointOptions::default()
+        };
         let out = folder.path().join(name);
         let report = quantize_checkpoint(&dir, &out, scheme, &options).unwrap();
         assert!(report.ratio() > ratio, "{name}: {}", report.ratio());
@@ -187,8 +189,10 @@ fn a_tied_embedding_can_be_quantized_and_then_the_whole_file_is_small() {
 fn a_head_with_other_values_than_a_tied_embedding_is_one_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let scheme: Scheme = "int8".parse().unwrap();
-    let mut options = CheckpointOptions::default();
-    options.head = Some(scheme);
+    let options = CheckpointOptions {
+        head: Some(scheme),
+        ..CheckpointOptions::default()
+    };
     let tensors = llama(false);
     for (name, is_own) in [("own", true), ("copy", false)] {
         let dir = folder.path().join(name);
@@ -223,13 +227,15 @@ fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     save(&dir, &llama(false), &config(false));
     let seen = Arc::new(Mutex::new(Vec::new()));
     let calls = Arc::clone(&seen);
-    let mut options = CheckpointOptions::default();
-    options.skip_modules = vec!["down_proj".to_owned()];
-    options.filter = Some(Filter::new(|name| !name.starts_with("model.layers.2.")));
-    options.max_shard_bytes = 20_000;
-    options.progress = Some(Progress::new(move |done, all| {
-        calls.lock().unwrap().push((done, all))
-    }));
+    let options = CheckpointOptions {
+        skip_modules: vec!["down_proj".to_owned()],
+        filter: Some(Filter::new(|name| !name.starts_with("model.layers.2."))),
+        max_shard_bytes: 20_000,
+        progress: Some(Progress::new(move |done, all| {
+            calls.lock().unwrap().push((done, all))
+        })),
+        ..CheckpointOptions::default()
+    };
     let out = folder.path().join("out");
     let report = quantize_checkpoint(&dir, &out, "nf4".parse().unwrap(), &options).unwrap();
     assert_eq!(report.quantized().count(), 2 * 6);
@@ -376,8 +382,10 @@ fn migration_divides_the_layer_before_and_multiplies_the_weight() {
         .map(|(name, t)| (name.clone(), t.shallow_clone()))
         .collect();
     save(&dir, &listed, &config(false));
-    let mut options = CheckpointOptions::default();
-    options.migration = Some(Migration::Strength(0.5));
+    let mut options = CheckpointOptions {
+        migration: Some(Migration::Strength(0.5)),
+        ..CheckpointOptions::default()
+    };
     let out = folder.path().join("out");
     let scheme = Scheme::Int8Dynamic;
     let error = quantize_checkpoint(&dir, &out, scheme, &options).unwrap_err();
@@ -452,9 +460,11 @@ fn migration_of_glm4_divides_norms_alone() {
         .map(|(name, t)| (name.clone(), t.shallow_clone()))
         .collect();
     save(&dir, &listed, &json!({"model_type": "glm4"}));
-    let mut options = CheckpointOptions::default();
-    options.migration = Some(Migration::Strength(0.5));
-    options.statistics = Some(Rc::new(collector(Moments::Diagonal)));
+    let options = CheckpointOptions {
+        migration: Some(Migration::Strength(0.5)),
+        statistics: Some(Rc::new(collector(Moments::Diagonal))),
+        ..CheckpointOptions::default()
+    };
     let out = folder.path().join("out");
     quantize_checkpoint(&dir, &out, Scheme::Int8Dynamic, &options).unwrap();
     let file = MappedFile::open(out.join("model.safetensors")).unwrap();
@@ -497,9 +507,11 @@ fn a_migration_that_finds_nothing_to_change_is_refused() {
     });
     let config = json!({"model_type": "gemma3"});
     save(&dir, &renamed.collect::<Vec<_>>(), &config);
-    let mut options = CheckpointOptions::default();
-    options.migration = Some(Migration::Strength(0.5));
-    options.statistics = Some(Rc::new(collector(Moments::Diagonal)));
+    let options = CheckpointOptions {
+        migration: Some(Migration::Strength(0.5)),
+        statistics: Some(Rc::new(collector(Moments::Diagonal))),
+        ..CheckpointOptions::default()
+    };
     let out = folder.path().join("out");
     let error = quantize_checkpoint(&dir, &out, Scheme::Int8Dynamic, &options).unwrap_err();
     let error = error.to_string();

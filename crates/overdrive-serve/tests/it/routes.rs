@@ -108,8 +108,10 @@ fn web_pages_of_allowed_origins_may_use_the_server() {
 #[test]
 fn an_allowed_origin_has_a_scheme_and_no_path() {
     let check = |origin: &str| {
-        let mut options = ServerOptions::default();
-        options.allowed_origins = vec![origin.to_owned()];
+        let options = ServerOptions {
+            allowed_origins: vec![origin.to_owned()],
+            ..ServerOptions::default()
+        };
         options.validate()
     };
     for valid in [

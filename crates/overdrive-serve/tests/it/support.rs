@@ -354,11 +354,13 @@ fn gated_engine<M: EngineModel>(
     gate: Gate,
     change: impl FnOnce(&mut EngineConfig),
 ) -> Engine<Gated<M>> {
-    let mut config = EngineConfig::default();
-    config.block_size = 4;
-    config.num_blocks = Some(512);
-    config.max_num_seqs = 16;
-    config.max_num_batched_tokens = Some(64);
+    let mut config = EngineConfig {
+        block_size: 4,
+        num_blocks: Some(512),
+        max_num_seqs: 16,
+        max_num_batched_tokens: Some(64),
+        ..EngineConfig::default()
+    };
     change(&mut config);
     Engine::new(Gated(model, gate), config).unwrap()
 }

@@ -14,7 +14,6 @@ use crate::{Error, Result};
 
 /// The options of writing a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct SaveOptions {
     /// The largest number of bytes of tensors in one file (a larger tensor gets its own file); default 50 GB, as in
     /// transformers 5.
@@ -26,14 +25,6 @@ impl Default for SaveOptions {
         SaveOptions {
             max_shard_bytes: 50_000_000_000,
         }
-    }
-}
-
-impl SaveOptions {
-    /// Sets [`SaveOptions::max_shard_bytes`].
-    pub fn with_max_shard_bytes(mut self, bytes: u64) -> Self {
-        self.max_shard_bytes = bytes;
-        self
     }
 }
 

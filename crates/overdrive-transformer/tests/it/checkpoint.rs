@@ -40,7 +40,9 @@ fn a_checkpoint_saved_again_has_the_same_tensors_bit_for_bit() {
     for case in CASES {
         for shard in [u64::MAX, 20_000] {
             let dir = tempfile::tempdir().unwrap();
-            let options = SaveOptions::default().with_max_shard_bytes(shard);
+            let options = SaveOptions {
+                max_shard_bytes: shard,
+            };
             load(case).save_pretrained(dir.path(), &options).unwrap();
             assert_eq!(raw(dir.path()), raw(&fixture(case)), "{case}");
             let sharded = dir.path().join("model.safetensors.index.json").exists();
@@ -71,7 +73,9 @@ fn expected_after_a_round(case: &str) -> ModelConfig {
 #[test]
 fn saving_over_another_checkpoint_leaves_none_of_its_weights() {
     let dir = tempfile::tempdir().unwrap();
-    let shards = SaveOptions::default().with_max_shard_bytes(20_000);
+    let shards = SaveOptions {
+        max_shard_bytes: 20_000,
+    };
     load("gpt2").save_pretrained(dir.path(), &shards).unwrap();
     load("qwen3")
         .save_pretrained(dir.path(), &SaveOptions::default())
@@ -133,7 +137,9 @@ fn transformers_loads_what_is_written_and_computes_the_same() {
     let root = tempfile::tempdir().unwrap();
     let save = |name: &str, model: &CausalLm, ids: &Tensor, shard: u64| {
         let dir = root.path().join(name);
-        let options = SaveOptions::default().with_max_shard_bytes(shard);
+        let options = SaveOptions {
+            max_shard_bytes: shard,
+        };
         model.save_pretrained(&dir, &options).unwrap();
         let logits = model.forward(ForwardInput::new(ids)).unwrap().detach();
         Tensor::write_safetensors(&[("ids", ids), ("logits", &logits)], dir.join("ours.st"))

@@ -320,8 +320,10 @@ fn a_tied_table_is_quantized_in_files_too() {
     let model = CausalLm::new(&llama(true), &InitOptions::default()).unwrap();
     model.save_pretrained(&dense, &Default::default()).unwrap();
     let scheme: Scheme = "nf4".parse().unwrap();
-    let mut options = CheckpointOptions::default();
-    options.head = Some(scheme);
+    let options = CheckpointOptions {
+        head: Some(scheme),
+        ..CheckpointOptions::default()
+    };
     quantize_checkpoint(&dense, &packed, scheme, &options).unwrap();
     let streamed = CausalLm::from_pretrained(&packed, &Default::default()).unwrap();
     let mut model = model;
@@ -404,9 +406,11 @@ fn a_separate_table_and_head_are_dequantized_separately() {
     for tied in [false, true] {
         let dense = CausalLm::new(&llama(tied), &InitOptions::default()).unwrap();
         let scheme: Scheme = "int8-weight".parse().unwrap();
-        let mut options = CheckpointOptions::default();
-        options.embedding = Some(scheme);
-        options.head = Some(scheme);
+        let options = CheckpointOptions {
+            embedding: Some(scheme),
+            head: Some(scheme),
+            ..CheckpointOptions::default()
+        };
         let folder = |part: &str| dir.path().join(format!("{part}-{tied}"));
         dense
             .save_pretrained(folder("dense"), &Default::default())

@@ -267,7 +267,9 @@ fn a_saved_model_is_read_back_bit_by_bit_in_one_file_and_in_shards() {
         for bytes in [u64::MAX, 4000] {
             let model = load(case);
             let dir = tempfile::tempdir().unwrap();
-            let options = overdrive_transformer::SaveOptions::default().with_max_shard_bytes(bytes);
+            let options = overdrive_transformer::SaveOptions {
+                max_shard_bytes: bytes,
+            };
             model.save_pretrained(dir.path(), &options).unwrap();
             let again = Seq2SeqLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
             assert_eq!(again.config(), model.config(), "{case}");

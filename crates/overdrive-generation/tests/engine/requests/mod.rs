@@ -95,11 +95,13 @@ fn sampled(new: usize, seed: u64) -> GenerationConfig {
 }
 
 fn config(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {
-    let mut config = EngineConfig::default();
-    config.block_size = 4;
-    config.num_blocks = Some(64);
-    config.max_num_seqs = 8;
-    config.max_num_batched_tokens = Some(64);
+    let mut config = EngineConfig {
+        block_size: 4,
+        num_blocks: Some(64),
+        max_num_seqs: 8,
+        max_num_batched_tokens: Some(64),
+        ..EngineConfig::default()
+    };
     change(&mut config);
     config
 }

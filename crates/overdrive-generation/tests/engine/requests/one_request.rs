@@ -129,9 +129,11 @@ fn the_default_cache_holds_one_context_up_to_a_bound() {
             ..LlamaConfig::default()
         };
         let model = Shape(sizes);
-        let mut config = EngineConfig::default();
-        config.max_num_seqs = 2;
-        config.block_size = 1;
+        let config = EngineConfig {
+            max_num_seqs: 2,
+            block_size: 1,
+            ..EngineConfig::default()
+        };
         let engine = Engine::new(model, config).unwrap();
         engine.statistics().blocks as u64
     };
