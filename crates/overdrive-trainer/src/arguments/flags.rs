@@ -322,22 +322,19 @@ impl Key {
     /// differ.
     fn help_with_values<A: Configuration>(&self, long: &str, defaults: &[(&str, Value)]) -> String {
         let (mut help, written) = self.help(A::PROGRAM);
+        let default = self.default_text(defaults);
+        match default.or(written.map(str::to_owned)) {
+            Some(on) if self.value.is_empty() && on == "true" => {
+                help += &format!(" [default: on; off: --no-{long}]");
+            }
+            Some(default) if !self.value.is_empty() => help += &format!(" [default: {default}]"),
+            _ => {}
+        }
         let choices = self.choices::<A>();
         if !choices.is_empty() {
-            help += &format!(": {}", choices.join(", "));
+            help += &format!(" [possible values: {}]", choices.join(", "));
         }
-        let default = self.default_text(defaults);
-        let default = default.or(written.map(str::to_owned));
-        if self.value.is_empty() {
-            return match default.as_deref() {
-                Some("true") => format!("{help} [default: on; off: --no-{long}]"),
-                _ => format!("{help} [off: --no-{long}]"),
-            };
-        }
-        match default {
-            Some(default) => format!("{help} [default: {default}]"),
-            None => help,
-        }
+        help
     }
 
     /// Returns the value of the key in each preset as text; `None` if no preset sets it.

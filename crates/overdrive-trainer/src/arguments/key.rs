@@ -16,13 +16,13 @@ pub enum Program {
 /// The programs that read a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reader {
-    Both,
+    All,
     Train,
     /// Fine-tuning and preference training.
     Finetune,
     Dpo,
     /// No program: a key of another project whose effect Overdrive does not support.
-    Neither,
+    None,
 }
 
 /// The values that a program accepts for a key that it does not read. `null` is always accepted.
@@ -155,7 +155,7 @@ impl Key {
     pub(super) const NONE: Self = Self {
         name: "",
         heading: "",
-        reader: Reader::Neither,
+        reader: Reader::None,
         spellings: &[],
         flag: None,
         value: "",
@@ -194,11 +194,11 @@ impl Key {
 
     pub(super) fn is_read_by(&self, program: Program) -> bool {
         match self.reader {
-            Reader::Both => true,
+            Reader::All => true,
             Reader::Train => program == Program::Train,
             Reader::Finetune => program != Program::Train,
             Reader::Dpo => program == Program::Dpo,
-            Reader::Neither => false,
+            Reader::None => false,
         }
     }
 

@@ -40,7 +40,7 @@ fn names_of(readers: &[Reader]) -> BTreeSet<String> {
 #[test]
 fn every_field_has_a_row_and_every_row_a_field() {
     let training = serde_json::to_value(TrainingArguments::default()).unwrap();
-    assert_eq!(fields(&training), names_of(&[Reader::Both, Reader::Train]));
+    assert_eq!(fields(&training), names_of(&[Reader::All, Reader::Train]));
     let tuning = serde_json::to_value(FinetuneArguments::default()).unwrap();
     assert_eq!(fields(&tuning), names_of(&[Reader::Finetune]));
     let preference = serde_json::to_value(DpoConfig::default()).unwrap();
@@ -141,7 +141,7 @@ fn every_key_is_read_by_code_that_changes_the_run() {
     sources(&here().join("src"), &mut files);
     sources(&here().join("../../examples"), &mut files);
     let code: String = files.iter().map(|path| code(path)).collect();
-    for key in rows().filter(|key| key.reader != Reader::Neither) {
+    for key in rows().filter(|key| key.reader != Reader::None) {
         let field = key.leaf();
         let read = reads(&code, field);
         assert!(read, "`{}` is accepted, and no code reads it", key.name);
@@ -155,7 +155,7 @@ fn command<A: Configuration>() -> Command {
 }
 
 #[test]
-fn the_flags_of_both_programs_are_valid_and_have_a_help() {
+fn the_flags_of_all_programs_are_valid_and_have_a_help() {
     command::<TrainingArguments>().debug_assert();
     command::<FinetuneArguments>().debug_assert();
     command::<DpoArguments>().debug_assert();
@@ -163,7 +163,7 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
         .render_long_help()
         .to_string();
     for part in [
-        "Optimizer: adamw_torch, adamw_torch_fused, ",
+        "[possible values: adamw_torch, adamw_torch_fused, ",
         "adafactor, sgd, muon [default: adamw_torch_fused]",
         "Number of threads that prepare batches; it does not change the batches. With 0 each batch is prepared on request [default: 1]",
         "Norms, rotary embeddings, gates and the loss use one fused kernel each [default: on; off: --no-fused-kernels]",
@@ -331,7 +331,7 @@ mod guide {
         match key.reader {
             Reader::Finetune => tune,
             Reader::Dpo => text(DpoArguments::defaults()),
-            Reader::Both if tune != train && !tune.is_empty() => {
+            Reader::All if tune != train && !tune.is_empty() => {
                 format!("{train}; {tune} in fine-tuning")
                     .trim_start_matches("; ")
                     .to_owned()
@@ -343,9 +343,9 @@ mod guide {
     fn all_keys() {
         let mut table =
             "| key | flag | default | read by | description |\n|---|---|---|---|---|\n".to_owned();
-        for key in rows().filter(|key| key.reader != Reader::Neither) {
+        for key in rows().filter(|key| key.reader != Reader::None) {
             let reader = match key.reader {
-                Reader::Both => "both",
+                Reader::All => "all",
                 Reader::Train => "`train`",
                 Reader::Dpo => "`dpo`",
                 _ => "`finetune`",
@@ -394,7 +394,7 @@ mod guide {
 
     fn keys_without_effect() {
         let mut table = "| key | accepted | instead |\n|---|---|---|\n".to_owned();
-        for key in rows().filter(|key| key.reader == Reader::Neither) {
+        for key in rows().filter(|key| key.reader == Reader::None) {
             let accepted = match key.harmless {
                 Harmless::Any => "any value, without effect".to_owned(),
                 Harmless::Only(json) => format!("`{json}`"),

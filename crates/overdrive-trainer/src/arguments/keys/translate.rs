@@ -212,7 +212,7 @@ pub(in crate::arguments) fn refuse_unread(
 }
 
 fn refusal(key: &Key, value: &Value, others: &Map<String, Value>, source: Source<'_>) -> Error {
-    if key.reader != Reader::Neither {
+    if key.reader != Reader::None {
         return other_program(key.name, value, key.reader, key.instead, others, source);
     }
     Error::Unsupported {
