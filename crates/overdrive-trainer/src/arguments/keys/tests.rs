@@ -163,8 +163,7 @@ fn the_flags_of_all_programs_are_valid_and_have_a_help() {
         .render_long_help()
         .to_string();
     for part in [
-        "[possible values: adamw_torch, adamw_torch_fused, ",
-        "adafactor, sgd, muon [default: adamw_torch_fused]",
+        "[default: adamw_torch_fused] [possible values: adamw_torch",
         "Number of threads that prepare batches; it does not change the batches. With 0 each batch is prepared on request [default: 1]",
         "Norms, rotary embeddings, gates and the loss use one fused kernel each [default: on; off: --no-fused-kernels]",
         "--hidden-size <N>",
