@@ -70,6 +70,28 @@ pub(crate) fn split_or_insert(
     }
 }
 
+impl LayerCopy {
+    /// Copies the weight and bias of the layer `name` for `adapter`.
+    ///
+    /// # Errors
+    /// [`Error::Common`] for a quantized weight, which cannot be trained.
+    pub(crate) fn of(linear: &Linear, name: &str, adapter: &str) -> Result<LayerCopy> {
+        let LinearWeight::Dense { weight, transposed } = linear.weight() else {
+            let value = format!("`{name}`, which is quantized");
+            let expected = "modules with dense weights";
+            return Err(overdrive_core::Error::option("modules_to_save", value, expected).into());
+        };
+        Ok(LayerCopy {
+            adapter: adapter.to_owned(),
+            weight: LinearWeight::Dense {
+                weight: weight.f_detach_copy()?,
+                transposed: *transposed,
+            },
+            bias: linear.bias().map(Tensor::f_detach_copy).transpose()?,
+        })
+    }
+}
+
 impl LayerAdapters {
     /// Returns the adapter `name`.
     pub(crate) fn get(&self, name: &str) -> Option<&LoraAdapter> {

@@ -115,10 +115,10 @@ impl LoraLinear for Linear {
         let (weight, _, own) = split_or_insert(self)?;
         own.check_new(name)?;
         let adapter = init::adapter(weight, layer, config, options)?;
-        if config.init_lora_weights.changes_base() {
+        if adapter.changes_base() {
             own.forget_row_norms();
         }
-        own.adapters.push((name.to_owned(), adapter));
+        own.adapters.push((name.to_owned(), adapter.place(weight)?));
         Ok(())
     }
 

@@ -296,6 +296,57 @@ fn initialisation_from_the_weight_keeps_the_output_of_the_layer() {
 }
 
 #[test]
+fn a_model_that_refuses_an_adapter_from_its_weights_keeps_every_bit_of_them() {
+    let dense = |outputs| Linear::dense(numbers(&[outputs, 64], 4.0, F32), None).unwrap();
+    let quantized = || {
+        let weight = numbers(&[12, 64], 5.0, F32);
+        let packed = QuantizedWeight::quantize(&weight, "int8-weight".parse().unwrap()).unwrap();
+        Linear::quantized(packed, None).unwrap()
+    };
+    let host = |last: Linear| {
+        let mut host = Host::new(&["layers.0.q", "layers.0.k"], 12, 64);
+        host.layers.push(("layers.0.last".to_owned(), last));
+        host
+    };
+    for init in [
+        InitLoraWeights::Pissa,
+        InitLoraWeights::Olora,
+        InitLoraWeights::Loftq(Default::default()),
+    ] {
+        let by = LoraConfig {
+            init_lora_weights: init,
+            ..all(4)
+        };
+        let copied = LoraConfig {
+            target_modules: Some(TargetModules::names(["q", "k"])),
+            modules_to_save: Some(vec!["last".to_owned()]),
+            ..by.clone()
+        };
+        // A rank that the last layer does not have, a copy that it cannot train, a weight that has no decomposition.
+        let mut cases = vec![
+            (host(dense(1)), &by, "`r` is 4 for `layers.0.last`"),
+            (host(quantized()), &copied, "`modules_to_save` is"),
+        ];
+        if init != InitLoraWeights::Olora {
+            cases.push((host(quantized()), &by, "`init_lora_weights` is"));
+        }
+        for (mut host, config, expected) in cases {
+            let weights = |host: &Host| -> Vec<Tensor> {
+                host.layers
+                    .iter()
+                    .map(|(_, own)| own.dense_copy())
+                    .collect()
+            };
+            let before = weights(&host);
+            let error = add_adapter(&mut host, "a", config, &AddOptions::default()).unwrap_err();
+            assert!(error.to_string().starts_with(expected), "{init}: {error}");
+            assert_eq!(weights(&host), before, "{init}: {expected}");
+            assert!(adapter_names(&mut host).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
 fn orthogonal_initialisation_gives_a_zero_change() {
     let mut host = host();
     let config = LoraConfig {
