@@ -73,7 +73,7 @@
 //! }
 //!
 //! let dir = tempfile::tempdir()?;
-//! save_adapter(&mut model, "default", dir.path())?; // what PEFT loads
+//! save_adapter(&mut model, dir.path(), "default")?; // what PEFT loads
 //! let mut other = Mlp::new()?;
 //! load_adapter(&mut other, dir.path(), "default", &LoadAdapterOptions::default())?;
 //! assert!(other.forward(&x)?.allclose(&model.forward(&x)?, 1e-5, 1e-6, false));

@@ -206,7 +206,7 @@ fn scopes_are_nested() {
 fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
     let folder = tempfile::tempdir().unwrap();
     let mut source = host(false);
-    save_adapter(&mut source, "a", folder.path()).unwrap();
+    save_adapter(&mut source, folder.path(), "a").unwrap();
     let mut plain = Host::new(&["layers.0.q", "layers.0.k", "layers.0.v"], 12, 16);
     let options = Default::default();
     load_adapter_for_rows(&mut plain, folder.path(), "mine", &options).unwrap();
@@ -223,7 +223,7 @@ fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
         let folder = tempfile::tempdir().unwrap();
         let mut source = Host::new(&["layers.0.q", "layers.0.k", "layers.0.v"], 12, 16);
         add_adapter(&mut source, "x", &config, &AddOptions::default()).unwrap();
-        save_adapter(&mut source, "x", folder.path()).unwrap();
+        save_adapter(&mut source, folder.path(), "x").unwrap();
         let error = load_adapter_for_rows(&mut plain, folder.path(), "x", &options).unwrap_err();
         assert!(
             error.to_string().starts_with(&format!("`{key}` is")),
@@ -236,7 +236,7 @@ fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
 fn adapters_stay_disabled_while_another_is_loaded_for_rows() {
     let folder = tempfile::tempdir().unwrap();
     let mut source = host(false);
-    save_adapter(&mut source, "a", folder.path()).unwrap();
+    save_adapter(&mut source, folder.path(), "a").unwrap();
     let x = numbers(&[1, 4, 16], 3.0, F32);
     let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
     let plain = y(&source);

@@ -129,7 +129,7 @@ fn experts_take_adapters_under_their_names_on_disk() {
         let changed = logits(&model, ids);
         assert!(max_difference(&changed, &before) > 1e-3, "{case}");
         let dir = tempfile::tempdir().unwrap();
-        save_adapter(&mut model, "a", dir.path()).unwrap();
+        save_adapter(&mut model, dir.path(), "a").unwrap();
         delete_adapter(&mut model, "a").unwrap();
         assert_eq!(logits(&model, ids), before, "{case}");
         load_adapter(&mut model, dir.path(), "b", &LoadAdapterOptions::default()).unwrap();
