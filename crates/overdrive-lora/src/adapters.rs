@@ -12,7 +12,7 @@ use crate::layer_adapters::{
 };
 use crate::selection::{SavedModules, modules_to_save, refuse_halves, refuse_tokens, resolve};
 use crate::trainable::{mark_only_lora_as_trainable, trainable_parameters};
-use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result, init};
+use crate::{AddOptions, Error, LoraConfig, Result, init};
 
 /// The name of the adapter that [`add_lora`] adds, which is PEFT's.
 pub const DEFAULT_ADAPTER: &str = "default";
@@ -300,6 +300,26 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     Ok(())
 }
 
+/// Multiplies the adapter's own scale by `factor` in all layers: 0 switches the adapter off, 1 restores the scale. It is not
+/// saved.
+///
+/// # Errors
+/// [`Error::UnknownAdapter`], [`Error::Merged`].
+pub fn set_adapter_scale<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    name: &str,
+    factor: f64,
+) -> Result<()> {
+    known(host, &[name])?;
+    // Unmerging subtracts with the scale of the merge.
+    refuse_merged(host, "changing the scale of an adapter")?;
+    each_layer(host, |own| {
+        for (_, adapter) in own.adapters.iter_mut().filter(|(own, _)| own == name) {
+            adapter.scale = factor * adapter.config.scale_of(adapter.rank(), adapter.alpha);
+        }
+    })
+}
+
 /// Disables all adapters and full copies until [`enable_adapters`]. As in PEFT, trained biases stay.
 ///
 /// # Errors
@@ -345,10 +365,7 @@ pub(crate) fn are_disabled<H: AdapterHost + ?Sized>(host: &mut H) -> Result<bool
 pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<()> {
     known(host, &[name])?;
     refuse_merged(host, "deleting an adapter")?;
-    visit_linears(host, |_, linear| {
-        linear.delete_adapter(name)?;
-        Ok(())
-    })?;
+    each_layer(host, |own| own.delete(name))?;
     // Restores the model's own tensors before their copies are dropped.
     let mut active = module_copies(host).map_or(Vec::new(), |copies| copies.active.clone());
     if active.iter().any(|own| own == name) {

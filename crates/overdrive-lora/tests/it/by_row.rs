@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use overdrive_lora::{
-    AddOptions, BiasMode, InitLoraWeights, LoraAdapter, LoraConfig, LoraLinear, TargetModules,
-    active_adapters, add_adapter, disable_adapters, enable_adapters, load_adapter_for_rows,
+    AddOptions, BiasMode, InitLoraWeights, LoraAdapter, LoraConfig, TargetModules, active_adapters,
+    add_adapter, disable_adapters, enable_adapters, load_adapter_for_rows, lora_adapter,
     save_adapter, set_adapter, set_training,
 };
 use overdrive_nn::{AdapterRows, Linear, LinearWeight, RowChoice, joint_forward};
@@ -124,7 +124,7 @@ fn adapters_that_the_device_chooses_are_those_of_runs() {
     };
     add_adapter(&mut host, "c", &biased, &AddOptions::default()).unwrap();
     for (_, linear) in &host.layers {
-        let bias = linear.lora_adapter("c").and_then(LoraAdapter::bias);
+        let bias = lora_adapter(linear, "c").and_then(LoraAdapter::bias);
         let _same = bias.unwrap().shallow_clone().fill_(0.25);
     }
     let x = numbers(&[1, 9, 16], 3.0, F32);
