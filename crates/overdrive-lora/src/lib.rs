@@ -122,7 +122,7 @@ pub use config::{
     BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
     TokenIndices,
 };
-pub use error::{Error, Result};
+pub use error::{AdapterProblems, Error, Result};
 pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};
 pub use init::AddOptions;
 pub use merge::{

@@ -203,17 +203,65 @@ fn everything_that_does_not_fit_is_named_and_the_model_stays_as_it_was() {
         panic!("{error}");
     };
     assert_eq!(
-        problems[..],
-        [
-            "`base_model.model.model.q_proj.lora_A.weight` is missing".to_owned(),
-            "`base_model.model.model.v_proj.lora_B.weight` is [12, 3] where the model has [12, 4]"
-                .to_owned(),
-            "`base_model.model.model.k_proj.lora_A.weight` does not belong to this model and adapter"
-                .to_owned(),
-        ]
+        problems.to_string(),
+        "1 tensor is missing: `base_model.model.model.q_proj.lora_A.weight`; \
+         1 tensor is of another shape: `base_model.model.model.v_proj.lora_B.weight` ([12, 3], the model has [12, 4]); \
+         1 tensor is not of this model and adapter: `base_model.model.model.k_proj.lora_A.weight`"
     );
     assert!(adapter_names(&mut other).unwrap().is_empty());
     assert_eq!(forward(&other), before);
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_with_three_of_its_tensors_and_the_name_of_its_model() {
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::AllLinear),
+        base_model_name_or_path: Some("org/other".to_owned()),
+        ..LoraConfig::default()
+    };
+    let names = ["layers.0.q", "layers.0.k", "layers.0.v", "layers.0.o"];
+    let mut narrow = Host::new(&names, 8, 8);
+    add_adapter(&mut narrow, "a", &config, &AddOptions::default()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    save_adapter(&mut narrow, dir.path(), "a").unwrap();
+    let mut wide = Host::new(&names, 16, 16);
+    let options = LoadAdapterOptions::default();
+    let error = load_adapter(&mut wide, dir.path(), "a", &options).unwrap_err();
+    let path = dir.path().join("adapter_model.safetensors");
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "{} does not fit the model: 8 tensors are of another shape: \
+             `base_model.model.layers.0.q.lora_A.weight` ([8, 8], the model has [8, 16]), \
+             `base_model.model.layers.0.q.lora_B.weight` ([8, 8], the model has [16, 8]), \
+             `base_model.model.layers.0.k.lora_A.weight` ([8, 8], the model has [8, 16]) and 5 more; \
+             the adapter was trained over org/other, so give that model",
+            path.display()
+        )
+    );
+}
+
+#[test]
+fn a_folder_without_an_adapter_says_which_file_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = || {
+        let options = LoadAdapterOptions::default();
+        let error = load_adapter(&mut host(), dir.path(), "a", &options).unwrap_err();
+        error.to_string()
+    };
+    let lacks = |file| {
+        format!(
+            "{} holds no adapter: {file} is missing",
+            dir.path().display()
+        )
+    };
+    assert_eq!(load(), lacks("adapter_config.json"));
+    std::fs::write(
+        dir.path().join("adapter_config.json"),
+        r#"{"peft_type": "LORA"}"#,
+    )
+    .unwrap();
+    assert_eq!(load(), lacks("adapter_model.safetensors"));
 }
 
 #[test]
@@ -354,7 +402,7 @@ fn classifiers_of_other_architectures_in_modules_to_save_are_ignored() {
             tensors.push((name, Tensor::zeros([2, 16], F32)));
         });
         let error = load_adapter(&mut self::host(), dir.path(), "a", &options).unwrap_err();
-        let expected = "`base_model.model.score.weight` does not belong to this model and adapter";
+        let expected = "1 tensor is not of this model and adapter: `base_model.model.score.weight`";
         assert!(error.to_string().ends_with(expected), "{error}");
     }
 }
