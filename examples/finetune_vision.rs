@@ -137,7 +137,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     }
     run.finish()?;
     let output = output.begin()?;
-    save_adapter(&mut model, DEFAULT_ADAPTER, output.path())?;
+    save_adapter(&mut model, output.path(), DEFAULT_ADAPTER)?;
     copy_chat_template(&folder, output.path())?;
     output.finish()?;
     print_line(format!("adapter  {}", flags.out.display()));

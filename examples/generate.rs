@@ -43,7 +43,7 @@ struct Flags {
     #[arg(long, group = "input")]
     prompt: Option<String>,
     /// Prompt as token ids, separated by commas
-    #[arg(long, group = "input", value_delimiter = ',')]
+    #[arg(long, group = "input", value_delimiter = ',', value_parser = token_id)]
     prompt_ids: Option<Vec<i64>>,
     /// File with one prompt per line; the prompts form a batch
     #[arg(long, group = "input")]
@@ -65,6 +65,11 @@ struct Flags {
     constraint: ConstraintFlags,
     #[command(flatten)]
     generation: CompletionFlags,
+}
+
+fn token_id(text: &str) -> Result<i64, &'static str> {
+    let id = text.trim().parse();
+    id.map_err(|_| "it must be token ids separated by commas")
 }
 
 fn main() -> ExitCode {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Parser;
 use overdrive::distributed::{Error, Launch, LaunchOutcome};
 use overdrive::trainer::Interrupt;
@@ -74,6 +74,13 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         Ok(LaunchOutcome::NotSaved) => RunEnd::NotSaved,
         // They did not fail: the second Ctrl-C has killed them.
         Err(Error::Launched { .. }) if kill.load(Ordering::SeqCst) => RunEnd::NotSaved,
+        Err(Error::Common(
+            error @ overdrive::core::Error::Io {
+                action: "start", ..
+            },
+        )) => {
+            bail!("{error}; it is neither a program beside `launch` nor a path of a program")
+        }
         Err(error) => return Err(error.into()),
     })
 }

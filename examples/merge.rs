@@ -18,15 +18,15 @@ use overdrive::core::OutputFolder;
 use overdrive::datasets::copy_tokenizer;
 use overdrive::generation::ModelFiles;
 use overdrive::trainer::FinetuneModel;
-use overdrive_examples::print_line;
+use overdrive_examples::{local_adapter, local_model, print_line};
 
 /// Merges an adapter into its model
 #[derive(Parser)]
 pub(crate) struct Flags {
-    /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
+    /// GGUF file, folder with config.json, weights and tokenizer.json, or name on the Hugging Face hub
     #[arg(long)]
     model: PathBuf,
-    /// Folder of the adapter in PEFT's format
+    /// Folder of the adapter in PEFT's format, or its name on the hub
     #[arg(long)]
     adapter: PathBuf,
     /// Output folder
@@ -40,17 +40,18 @@ fn main() -> ExitCode {
 
 /// Merges, and writes the folder.
 pub(crate) fn run(flags: &Flags) -> Result<()> {
+    let (model, adapter) = (local_model(&flags.model)?, local_adapter(&flags.adapter)?);
     let inputs = [
-        ("--model", flags.model.as_path()),
-        ("--adapter", flags.adapter.as_path()),
+        ("--model", model.as_path()),
+        ("--adapter", adapter.as_path()),
     ];
     let output = OutputFolder::check("merge", "--out", &flags.out, &inputs)?.begin()?;
     let folder = output.path();
-    FinetuneModel::save_merged(&flags.model, &flags.adapter, folder)?;
+    FinetuneModel::save_merged(&model, &adapter, folder)?;
     // The adapter may have been trained with another chat template than the model's, which then lies beside it.
-    let copied = copy_tokenizer(&flags.adapter, folder)?;
+    let copied = copy_tokenizer(&adapter, folder)?;
     if !copied.iter().any(|name| name.ends_with("tokenizer.json")) {
-        ModelFiles::open(&flags.model)?.copy_tokenizer(folder)?;
+        ModelFiles::open(&model)?.copy_tokenizer(folder)?;
     }
     output.finish()?;
     print_line(format!("merged      {}", flags.out.display()));

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::rc::Rc;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::{Parser, ValueEnum};
 use overdrive::core::OutputFolder;
 use overdrive::quantization::{
@@ -21,7 +21,7 @@ use overdrive::quantization::{
 use overdrive::transformer::LoadOptions;
 use overdrive_examples::{
     ByteProgress, ModelText, decode_tokens_per_second, load_model, local_model, print_line,
-    unpack_model,
+    scheme_help, unpack_model,
 };
 
 /// Quantizes a model folder or a GGUF file into a new folder
@@ -31,8 +31,7 @@ struct Flags {
     /// hub
     #[arg(long)]
     model: PathBuf,
-    /// Scheme of the linear layers: int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8, mxfp4, nvfp4
-    #[arg(long)]
+    #[arg(long, help = scheme_help("Scheme of the linear layers"))]
     scheme: Scheme,
     /// Output folder
     #[arg(long)]
@@ -91,6 +90,21 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
+    let schemes = [
+        Some(flags.scheme),
+        flags.head.flatten(),
+        flags.embedding.flatten(),
+    ];
+    let mut schemes = schemes.into_iter().flatten();
+    if let (Some(size), false) = (
+        flags.group_size,
+        schemes.any(|own| matches!(own, Scheme::Grouped(_))),
+    ) {
+        let scheme = flags.scheme;
+        bail!(
+            "`--group-size` is {size}, but `{scheme}` takes no group size; leave it out, or use `--scheme int4`"
+        );
+    }
     // One group size for all: a folder has one configuration.
     let sized = |mut scheme: Scheme| {
         if let (Scheme::Grouped(options), Some(size)) = (&mut scheme, flags.group_size) {

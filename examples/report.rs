@@ -1,7 +1,7 @@
 //! Writes the report of a run from its metrics file; the run may still be running.
 //!
 //! ```text
-//! cargo run --release -p overdrive-examples --example report -- runs/tiny-001/metrics.jsonl
+//! cargo run --release -p overdrive-examples --example report -- runs/tiny-001
 //! ```
 //!
 //! `metrics.html` and `metrics.svg` are written beside the metrics file. The report that a run writes at its end,
@@ -18,7 +18,7 @@ use overdrive_examples::{print_line, run_main};
 /// Writes the report of a run from its metrics file
 #[derive(Parser)]
 struct Flags {
-    /// The run's metrics.jsonl
+    /// The folder of the run, or its metrics.jsonl
     metrics: PathBuf,
 }
 
@@ -27,7 +27,10 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let path = &flags.metrics;
+    let path = &match flags.metrics.is_dir() {
+        true => flags.metrics.join("metrics.jsonl"),
+        false => flags.metrics.clone(),
+    };
     let file = read_metrics(path)?;
     let mut report = Report {
         title: path.display().to_string(),

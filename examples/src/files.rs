@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write, stdin, stdout};
 use std::path::Path;
 
 use anyhow::Context;
-use overdrive::core::{Result, check_not_read, check_option, files};
+use overdrive::core::{Error, Result, check_not_read, check_option, files};
 use serde::Serialize;
 
 /// Checks that the file `path`, which the flag `flag` gives, can lie where it is to be written, so that a program finds a
@@ -31,7 +31,7 @@ pub fn open_input(path: &Path) -> anyhow::Result<(Box<dyn BufRead>, String)> {
         return Ok((Box::new(stdin().lock()), "standard input".to_owned()));
     }
     let name = path.display().to_string();
-    let file = File::open(path).with_context(|| name.clone())?;
+    let file = File::open(path).map_err(Error::io("open", path))?;
     Ok((Box::new(BufReader::new(file)), name))
 }
 

@@ -1,5 +1,7 @@
 //! The flags for text generation.
 
+use std::collections::BTreeMap;
+
 use anyhow::Result;
 use clap::Args;
 use overdrive::core::print_error_line;
@@ -39,9 +41,9 @@ pub struct GenerationFlags {
     #[arg(long)]
     pub no_repeat_ngram_size: Option<usize>,
     /// Bias added to token scores, such as {"42": -5, "7": 2.5}
-    #[arg(long, value_parser = json)]
+    #[arg(long, value_parser = biases)]
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub logit_bias: Option<Value>,
+    pub logit_bias: Option<BTreeMap<i64, f64>>,
     /// Stop at this text; may be given several times
     #[arg(long = "stop")]
     #[serde(rename = "stop_strings", skip_serializing_if = "Vec::is_empty")]
@@ -86,8 +88,8 @@ pub struct CompletionFlags {
     pub prefill_chunk_size: Option<usize>,
 }
 
-fn json(text: &str) -> Result<Value, serde_json::Error> {
-    serde_json::from_str(text)
+fn biases(text: &str) -> Result<BTreeMap<i64, f64>, &'static str> {
+    serde_json::from_str(text).map_err(|_| "it must be a JSON object such as {\"42\": -5}")
 }
 
 /// Parses a number. JSON would turn NaN and infinities into null.

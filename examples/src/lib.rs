@@ -32,7 +32,7 @@ pub use local_model::{
     repository,
 };
 pub use memory_limit::MemoryLimit;
-pub use model_flags::{ModelFlags, load_model, unpack_model};
+pub use model_flags::{ModelFlags, load_model, scheme_help, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use overdrive::core::print_error_line;

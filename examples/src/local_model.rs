@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use overdrive::generation::{ModelFiles, Tokenizer};
+use overdrive::quantization::GgufFile;
 
 /// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the model
 /// with this name on the Hugging Face hub, which is downloaded if it is not in the cache. Without the feature `hub`,
@@ -11,12 +12,12 @@ use overdrive::generation::{ModelFiles, Tokenizer};
 pub fn local_model(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
     let name = &with_progress(|options| overdrive::hub::model_path(name, options))?;
-    refuse_checkpoints(name, "config.json")?;
+    check_folder(name, "model", "config.json")?;
     Ok(name.to_owned())
 }
 
-/// Refuses the output folder of Python's `Trainer`, whose models are in its folders `checkpoint-N`.
-fn refuse_checkpoints(folder: &Path, file: &str) -> Result<()> {
+/// Refuses a folder without the file that each `what` has. That of Python's `Trainer` has them in its folders `checkpoint-N`.
+fn check_folder(folder: &Path, what: &str, file: &str) -> Result<()> {
     if !folder.is_dir() || folder.join(file).exists() {
         return Ok(());
     }
@@ -31,7 +32,7 @@ fn refuse_checkpoints(folder: &Path, file: &str) -> Result<()> {
         let (folder, newest) = (folder.display(), newest.display());
         bail!("{folder} has no {file}; give one of its checkpoints, such as {newest}");
     }
-    Ok(())
+    bail!("{} holds no {what}: {file} is missing", folder.display())
 }
 
 /// Returns the tokenizer of the draft model at `path`; `None` for a folder without one.
@@ -46,15 +47,21 @@ pub fn assistant_tokenizer(path: &Path) -> Result<Option<Tokenizer>> {
 pub fn local_adapter(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
     let name = &with_progress(|options| overdrive::hub::adapter_path(name, options))?;
-    refuse_checkpoints(name, "adapter_config.json")?;
+    check_folder(name, "adapter", "adapter_config.json")?;
     Ok(name.to_owned())
 }
 
 /// Returns the path of a tokenizer: a file, a folder, or a name on the hub, as [`local_model`] does, without the weights.
 pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    return with_progress(|options| overdrive::hub::tokenizer_path(name, options));
-    #[cfg(not(feature = "hub"))]
+    let name = &with_progress(|options| overdrive::hub::tokenizer_path(name, options))?;
+    let ends = |known: &str| name.extension().is_some_and(|own| own == known);
+    if name.is_file() && !ends("json") && !ends("gguf") && GgufFile::open(name).is_err() {
+        let name = name.display();
+        bail!(
+            "{name} is no tokenizer: it is neither a tokenizer.json, a model folder nor a GGUF file"
+        );
+    }
     Ok(name.to_owned())
 }
 

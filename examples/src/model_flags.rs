@@ -39,8 +39,8 @@ pub struct ModelFlags {
     /// Compute in bf16, with half the memory
     #[arg(long)]
     pub bf16: bool,
-    /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8, mxfp4, nvfp4
-    #[arg(long, value_name = "SCHEME")]
+    /// The scheme of the linear layers; they are quantized while they are loaded.
+    #[arg(long, value_name = "SCHEME", help = scheme_help("Quantize the weights while they are loaded"))]
     pub quantize: Option<Scheme>,
     /// Scheme for the head and an embedding tied to it
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
@@ -49,6 +49,11 @@ pub struct ModelFlags {
     /// quantized ones; halves the speed of long prompts
     #[arg(long)]
     pub batch_invariant: bool,
+}
+
+/// Returns the help of a flag that takes a scheme.
+pub fn scheme_help(what: &str) -> String {
+    format!("{what}: {}", Scheme::NAMES.join(", "))
 }
 
 impl ModelFlags {

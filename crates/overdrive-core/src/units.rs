@@ -1,4 +1,20 @@
-//! Numbers formatted for people: counts, bytes, durations.
+//! Numbers and lists formatted for people: counts, bytes, durations, the first of many names.
+
+/// Returns the first three of a list that can be long, and the number of the others.
+///
+/// ```
+/// use overdrive_core::units::first_few;
+/// assert_eq!(first_few(&["a", "b", "c"]), "a, b, c");
+/// assert_eq!(first_few(&["a", "b", "c", "d", "e"]), "a, b, c and 2 more");
+/// ```
+pub fn first_few(items: &[impl AsRef<str>]) -> String {
+    let shown: Vec<&str> = items.iter().take(3).map(AsRef::as_ref).collect();
+    let shown = shown.join(", ");
+    match items.len().saturating_sub(3) {
+        0 => shown,
+        others => format!("{shown} and {others} more"),
+    }
+}
 
 /// Returns `1234567` as `1,234,567`.
 pub fn thousands(number: u64) -> String {

@@ -193,10 +193,10 @@ fn csv_rows(
 ) -> Result<Vec<(String, String)>> {
     let records = CsvRecords::open([path], &CsvOptions::default())?;
     let columns = records.columns();
-    for column in [text, label] {
+    for (option, column) in [("text_column", text), ("label_column", label)] {
         check_option(
             columns.position(column).is_some(),
-            "column",
+            option,
             column,
             format!(
                 "one of {}, the columns of {}",

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use overdrive_sys::c10d::StartedCollective;
 use serde::{Deserialize, Serialize};
 
 /// A heartbeat of a rank.
@@ -11,15 +12,33 @@ pub(crate) struct Heartbeat {
     pub(crate) count: u64,
     /// The number of collectives started.
     pub(crate) started: u64,
-    /// The number, name and tensors of the latest collectives.
-    pub(crate) recent: Vec<(u64, String, String)>,
+    /// The latest collectives.
+    pub(crate) recent: Vec<Started>,
     pub(crate) state: State,
+}
+
+/// [`StartedCollective`] in a heartbeat.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Started {
+    pub(crate) number: u64,
+    pub(crate) what: String,
+    pub(crate) tensors: String,
+}
+
+impl From<&StartedCollective> for Started {
+    fn from(started: &StartedCollective) -> Started {
+        Started {
+            number: started.number,
+            what: started.what.clone(),
+            tensors: started.tensors.clone(),
+        }
+    }
 }
 
 impl Heartbeat {
     fn collective(&self, number: u64) -> Option<(&str, &str)> {
-        let found = self.recent.iter().find(|(other, _, _)| *other == number);
-        found.map(|(_, what, tensors)| (what.as_str(), tensors.as_str()))
+        let found = self.recent.iter().find(|started| started.number == number);
+        found.map(|started| (started.what.as_str(), started.tensors.as_str()))
     }
 }
 
@@ -212,7 +231,7 @@ impl Evidence<'_> {
             .get(&rank)
             .and_then(|beat| beat.recent.last());
         match last {
-            Some((number, what, _)) => {
+            Some(Started { number, what, .. }) => {
                 format!("its last heartbeat reports {what} #{number}")
             }
             None => "its last heartbeat reports no collective".to_owned(),
@@ -236,7 +255,11 @@ mod tests {
         let beat = |(what, tensors): &Call| Heartbeat {
             count: 9,
             started: 4,
-            recent: vec![(4, (*what).to_owned(), (*tensors).to_owned())],
+            recent: vec![Started {
+                number: 4,
+                what: (*what).to_owned(),
+                tensors: (*tensors).to_owned(),
+            }],
             state: State::Running,
         };
         let others = begun

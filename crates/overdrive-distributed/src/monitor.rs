@@ -16,9 +16,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use overdrive_sys::c10d::{Group, Store, WatchState};
+use overdrive_sys::c10d::{CollectiveFailure, Group, Store, WatchState};
 
-use crate::failure::{Evidence, FailedCollective, Failure, Heartbeat, State};
+use crate::failure::{Evidence, FailedCollective, Failure, Heartbeat, Started, State};
 use crate::launcher_watch::LauncherWatch;
 use crate::store_thread::StoreThread;
 use crate::{Error, Result};
@@ -169,8 +169,8 @@ impl Watcher {
                 Ok(state) => known = state,
                 Err(error) => return self.decide(Failure::unknown(&error.to_string())),
             }
-            if let Some((number, what, text)) = known.failure.clone() {
-                let failure = self.diagnose(&known, number, &what, &text);
+            if let Some(failed) = &known.failure {
+                let failure = self.diagnose(&known, failed);
                 self.decide(failure);
                 break;
             }
@@ -214,11 +214,7 @@ impl Watcher {
         let heartbeat = Heartbeat {
             count: self.beats_sent,
             started: known.started,
-            recent: known
-                .recent
-                .iter()
-                .map(|begun| (begun.number, begun.what.clone(), begun.tensors.clone()))
-                .collect(),
+            recent: known.recent.iter().map(Started::from).collect(),
             state,
         };
         let Ok(bytes) = serde_json::to_vec(&heartbeat) else {
@@ -294,7 +290,8 @@ impl Watcher {
     }
 
     /// Waits for a new heartbeat of every rank, at most [`patience`](Self::patience), and returns the verdict.
-    fn diagnose(&mut self, known: &WatchState, number: u64, what: &str, text: &str) -> Failure {
+    fn diagnose(&mut self, known: &WatchState, failed: &CollectiveFailure) -> Failure {
+        let CollectiveFailure { number, what, text } = failed;
         let start = Instant::now();
         let Some(before) = self.heartbeats() else {
             return self.store_lost(text);
@@ -332,9 +329,12 @@ impl Watcher {
             .filter(|rank| !fresh(&now, *rank))
             .collect();
         let waited = start.elapsed().as_secs_f64();
-        let started = known.recent.iter().find(|started| started.number == number);
+        let started = known
+            .recent
+            .iter()
+            .find(|started| started.number == *number);
         let failed = FailedCollective {
-            number,
+            number: *number,
             what,
             tensors: started.map_or("", |started| &started.tensors),
             text,

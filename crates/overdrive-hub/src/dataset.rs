@@ -66,7 +66,7 @@ pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec
             tracing::warn!("{error}. Using the cached copy of `{text}`");
             Ok(paths)
         }
-        (Err(error), _) => Err(error),
+        (Err(error), _) => Err(error.of_name(&text)),
     }
 }
 

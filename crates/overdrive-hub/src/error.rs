@@ -102,6 +102,19 @@ pub enum Error {
         /// The error of the last attempt.
         reason: String,
     },
+    /// There is no such path, and the hub, which may have the name, does not answer.
+    #[error(
+        "`{name}` does not exist on this machine, and the hub cannot be asked for this name: `{url}` does not answer \
+         ({reason}). Check the path; for a name on the hub check the network, the proxy (HTTPS_PROXY) and HF_ENDPOINT"
+    )]
+    UnreachableName {
+        /// The name, as it was given.
+        name: String,
+        /// The address.
+        url: String,
+        /// The error of the last attempt.
+        reason: String,
+    },
     /// The hub refuses a request.
     #[error("`{url}` returned status {status}{message}; try again later")]
     Status {
@@ -133,4 +146,18 @@ pub enum Error {
         /// The difference.
         reason: String,
     },
+}
+
+impl Error {
+    /// Adds the name whose repository was asked for, which may have been meant as a path.
+    pub(crate) fn of_name(self, name: &str) -> Error {
+        match self {
+            Error::Unreachable { url, reason } => Error::UnreachableName {
+                name: name.to_owned(),
+                url,
+                reason,
+            },
+            other => other,
+        }
+    }
 }

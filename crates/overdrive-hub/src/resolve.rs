@@ -14,8 +14,8 @@ use crate::{Error, HubOptions, Result};
 /// previously downloaded snapshot is returned, with a warning in the log.
 ///
 /// # Errors
-/// [`Error::NoSuchPath`], [`Error::NoRepository`], [`Error::NoAccess`], [`Error::Offline`], [`Error::Unreachable`],
-/// [`Error::Damaged`] and others; their messages say what is missing and what to do.
+/// [`Error::NoSuchPath`], [`Error::NoRepository`], [`Error::NoAccess`], [`Error::Offline`],
+/// [`Error::UnreachableName`], [`Error::Unreachable`], [`Error::Damaged`] and others; their messages say what is missing and what to do.
 pub fn model_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<PathBuf> {
     find(name.as_ref(), options, Wanted::Model)
 }
@@ -90,7 +90,7 @@ fn find(path: &Path, options: &HubOptions, wanted: Wanted) -> Result<PathBuf> {
             tracing::warn!("{error}. Using the cached copy: {}", path.display());
             Ok(path)
         }
-        (Err(error), _) => Err(error),
+        (Err(error), _) => Err(error.of_name(&text)),
     }
 }
 

@@ -1,10 +1,11 @@
 use std::sync::{Arc, Mutex};
 
-use overdrive_core::Error;
+use overdrive_nn::Linear;
 use tch::Tensor;
 
+use crate::LoraConfig;
 use crate::dora::RowNorms;
-use crate::{LoraConfig, Result};
+use crate::layer_adapters::adapters_of;
 
 /// A low-rank update of one linear layer's weight, `scale · B · A`; with DoRA also the magnitudes of its rows.
 ///
@@ -22,73 +23,12 @@ pub struct LoraAdapter {
     pub(crate) row_norms: Mutex<Option<RowNorms>>,
 }
 
-impl LoraAdapter {
-    /// Creates an adapter from existing tensors: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of the
-    /// same floating-point dtype and on the same device. They are shared, not copied. The rank is that of `a`;
-    /// alpha and scale come from `config`.
-    ///
-    /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for shapes, dtypes or devices that do not match.
-    pub fn new(
-        config: Arc<LoraConfig>,
-        a: Tensor,
-        b: Tensor,
-        bias: Option<Tensor>,
-        magnitude: Option<Tensor>,
-    ) -> Result<LoraAdapter> {
-        let (&[rank, _], &[outputs, rank_of_b]) = (a.size().as_slice(), b.size().as_slice()) else {
-            let wrong = if a.dim() == 2 {
-                ("B", b, "(O, r)")
-            } else {
-                ("A", a, "(r, I)")
-            };
-            return Err(Error::shape(wrong.0, wrong.1.size(), wrong.2).into());
-        };
-        // The scale is `alpha / r`.
-        if rank < 1 {
-            return Err(Error::shape("A", a.size(), "(r, I) with r at least 1").into());
-        }
-        if rank != rank_of_b {
-            let expected = format!("(O, {rank}), with the rank of A");
-            return Err(Error::shape("B", b.size(), expected).into());
-        }
-        for (name, tensor) in [("bias of B", &bias), ("magnitude", &magnitude)] {
-            if let Some(tensor) = tensor.as_ref().filter(|tensor| tensor.size() != [outputs]) {
-                return Err(Error::shape(name, tensor.size(), format!("({outputs},)")).into());
-            }
-        }
-        if !a.is_floating_point() {
-            return Err(Error::dtype("A", a.kind(), "a floating-point dtype").into());
-        }
-        // The forward pass takes its dtype and device from A alone.
-        let others = [
-            ("B", Some(&b)),
-            ("bias of B", bias.as_ref()),
-            ("magnitude", magnitude.as_ref()),
-        ];
-        for (name, tensor) in others {
-            let Some(tensor) = tensor else { continue };
-            if tensor.kind() != a.kind() {
-                let expected = format!("{:?}, as A is", a.kind());
-                return Err(Error::dtype(name, tensor.kind(), expected).into());
-            }
-            if tensor.device() != a.device() {
-                let expected = format!("on {:?}, as A is", a.device());
-                return Err(Error::device(name, tensor.device(), expected).into());
-            }
-        }
-        Ok(LoraAdapter {
-            alpha: config.lora_alpha,
-            scale: config.scale_of(rank, config.lora_alpha),
-            config,
-            a,
-            b,
-            bias,
-            magnitude,
-            row_norms: Mutex::default(),
-        })
-    }
+/// Returns the adapter `name` of one layer, if it has one.
+pub fn lora_adapter<'l>(linear: &'l Linear, name: &str) -> Option<&'l LoraAdapter> {
+    adapters_of(linear)?.get(name)
+}
 
+impl LoraAdapter {
     /// Returns A, `(r, I)`.
     pub fn a(&self) -> &Tensor {
         &self.a
@@ -120,7 +60,7 @@ impl LoraAdapter {
     }
 
     /// Returns the factor of `B · A`: `alpha / r`, with `use_rslora` `alpha / √r`, times the factor given to
-    /// [`set_adapter_scale`](crate::LoraLinear::set_adapter_scale).
+    /// [`set_adapter_scale`](crate::set_adapter_scale).
     pub fn scale(&self) -> f64 {
         self.scale
     }

@@ -12,7 +12,7 @@ use crate::layer_adapters::{
 };
 use crate::selection::{SavedModules, modules_to_save, refuse_halves, refuse_tokens, resolve};
 use crate::trainable::{mark_only_lora_as_trainable, trainable_parameters};
-use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
+use crate::{AddOptions, Error, LoraConfig, Result, init};
 
 /// The name of the adapter that [`add_lora`] adds, which is PEFT's.
 pub const DEFAULT_ADAPTER: &str = "default";
@@ -123,31 +123,39 @@ fn attach<H: AdapterHost + ?Sized>(
     layers: &[String],
     saved: &SavedModules,
 ) -> Result<()> {
+    // All that a layer can refuse comes before the first change: PiSSA, OLoRA and LoftQ change the weights.
+    let mut additions = Vec::new();
     visit_linears(host, |layer, linear| {
-        if let Some(own) = adapters_of(linear) {
+        let own = adapters_of(linear);
+        if let Some(own) = own {
             own.refuse_merged("adding an adapter")?;
         }
-        if layers.iter().any(|own| own == layer) {
-            linear.add_adapter(layer, name, config, options)?;
+        let is_in = |names: &[String]| names.iter().any(|own| own == layer);
+        let (is_adapted, is_copied) = (is_in(layers), is_in(&saved.layers));
+        if (is_adapted || is_copied) && own.is_none() && linear.adapter().is_some() {
+            return Err(Error::OtherAdapter);
         }
-        if saved.layers.iter().any(|own| own == layer) {
-            let (weight, bias, own) = split_or_insert(linear)?;
-            let LinearWeight::Dense { weight, transposed } = weight else {
-                let value = format!("`{layer}`, which is quantized");
-                let expected = "modules with dense weights";
-                return Err(
-                    overdrive_core::Error::option("modules_to_save", value, expected).into(),
-                );
-            };
-            own.copies.push(LayerCopy {
-                adapter: name.to_owned(),
-                weight: LinearWeight::Dense {
-                    weight: weight.f_detach_copy()?,
-                    transposed: *transposed,
-                },
-                bias: bias.map(|bias| bias.f_detach_copy()).transpose()?,
-            });
+        let adapter = is_adapted.then(|| init::adapter(linear.weight(), layer, config, options));
+        let copy = is_copied.then(|| LayerCopy::of(linear, layer, name));
+        additions.push((adapter.transpose()?, copy.transpose()?));
+        Ok(())
+    })?;
+    let mut additions = additions.into_iter();
+    visit_linears(host, |_, linear| {
+        let Some((adapter, copy)) = additions.next() else {
+            return Ok(());
+        };
+        if adapter.is_none() && copy.is_none() {
+            return Ok(());
         }
+        let (weight, _, own) = split_or_insert(linear)?;
+        if let Some(adapter) = adapter {
+            if adapter.changes_base() {
+                own.forget_row_norms();
+            }
+            own.adapters.push((name.to_owned(), adapter.place(weight)?));
+        }
+        own.copies.extend(copy);
         Ok(())
     })?;
     // Collects the copies first: the visit borrows the model, which holds their list.
@@ -292,6 +300,26 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     Ok(())
 }
 
+/// Multiplies the adapter's own scale by `factor` in all layers: 0 switches the adapter off, 1 restores the scale. It is not
+/// saved.
+///
+/// # Errors
+/// [`Error::UnknownAdapter`], [`Error::Merged`].
+pub fn set_adapter_scale<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    name: &str,
+    factor: f64,
+) -> Result<()> {
+    known(host, &[name])?;
+    // Unmerging subtracts with the scale of the merge.
+    refuse_merged(host, "changing the scale of an adapter")?;
+    each_layer(host, |own| {
+        for (_, adapter) in own.adapters.iter_mut().filter(|(own, _)| own == name) {
+            adapter.scale = factor * adapter.config.scale_of(adapter.rank(), adapter.alpha);
+        }
+    })
+}
+
 /// Disables all adapters and full copies until [`enable_adapters`]. As in PEFT, trained biases stay.
 ///
 /// # Errors
@@ -337,10 +365,7 @@ pub(crate) fn are_disabled<H: AdapterHost + ?Sized>(host: &mut H) -> Result<bool
 pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<()> {
     known(host, &[name])?;
     refuse_merged(host, "deleting an adapter")?;
-    visit_linears(host, |_, linear| {
-        linear.delete_adapter(name)?;
-        Ok(())
-    })?;
+    each_layer(host, |own| own.delete(name))?;
     // Restores the model's own tensors before their copies are dropped.
     let mut active = module_copies(host).map_or(Vec::new(), |copies| copies.active.clone());
     if active.iter().any(|own| own == name) {

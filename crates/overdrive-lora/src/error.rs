@@ -1,4 +1,7 @@
+use std::fmt;
 use std::path::PathBuf;
+
+use overdrive_core::units::first_few;
 
 /// The errors of adapters.
 #[derive(Debug, thiserror::Error)]
@@ -109,12 +112,35 @@ pub enum Error {
     )]
     OtherAdapter,
     /// An adapter's file does not fit the model and the configuration beside it.
-    #[error("{} does not fit the model: {}", path.display(), problems.join("; "))]
+    #[error(
+        "{} does not fit the model: {problems}{}",
+        path.display(),
+        trained_over(base.as_deref())
+    )]
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// Every tensor that is missing, unexpected or has the wrong shape.
-        problems: Vec<String>,
+        /// The tensors that do not fit.
+        problems: Box<AdapterProblems>,
+        /// The model that the adapter was trained over, according to its configuration.
+        base: Option<String>,
+    },
+    /// A folder holds no adapter.
+    #[error("{} holds no adapter: {missing} is missing", folder.display())]
+    NoAdapter {
+        /// The folder.
+        folder: PathBuf,
+        /// The missing file.
+        missing: &'static str,
+    },
+    /// The tensors of an adapter are a Python pickle.
+    #[error(
+        "{} is a Python pickle: save the adapter again with PEFT, which writes adapter_model.safetensors",
+        path.display()
+    )]
+    Pickle {
+        /// The file.
+        path: PathBuf,
     },
     /// An error of a layer, or of the model that visits its layers.
     #[error(transparent)]
@@ -137,6 +163,54 @@ pub enum Error {
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
+}
+
+/// The tensors of an adapter's file that do not fit the model. Printed, it names three of each kind.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct AdapterProblems {
+    /// The tensors of the adapter that the file does not hold.
+    pub missing: Vec<String>,
+    /// The tensors of another shape, each with the shape in the file and that in the model.
+    pub misshapen: Vec<String>,
+    /// The tensors that do not belong to this model and adapter.
+    pub unexpected: Vec<String>,
+    /// Anything else, as sentences.
+    pub others: Vec<String>,
+}
+
+impl AdapterProblems {
+    pub(crate) fn is_empty(&self) -> bool {
+        *self == AdapterProblems::default()
+    }
+}
+
+impl fmt::Display for AdapterProblems {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let groups = [
+            (&self.missing, "missing"),
+            (&self.misshapen, "of another shape"),
+            (&self.unexpected, "not of this model and adapter"),
+        ];
+        let groups = groups.into_iter().filter(|(names, _)| !names.is_empty());
+        let groups = groups.map(|(names, what)| {
+            let (count, names) = (names.len(), first_few(names));
+            let tensors = if count == 1 {
+                "tensor is"
+            } else {
+                "tensors are"
+            };
+            format!("{count} {tensors} {what}: {names}")
+        });
+        let texts: Vec<String> = groups.chain(self.others.iter().cloned()).collect();
+        f.write_str(&texts.join("; "))
+    }
+}
+
+fn trained_over(base: Option<&str>) -> String {
+    base.map_or(String::new(), |base| {
+        format!("; the adapter was trained over {base}, so give that model")
+    })
 }
 
 /// The result of this crate's functions.

@@ -42,13 +42,72 @@ pub(crate) fn adapter_kind(base: &LinearWeight, autocast: bool) -> Kind {
     }
 }
 
-/// Creates a new adapter for the layer `name`. PiSSA and OLoRA subtract it from `base`; LoftQ quantizes `base`.
+/// A new adapter, and what its initialization does to the weight.
+pub(crate) struct NewAdapter {
+    adapter: LoraAdapter,
+    change: Option<Change>,
+}
+
+/// How an initialization changes the weight.
+enum Change {
+    /// Subtracts `scale · B · A`. A and B have the precision in which they were computed.
+    Subtract(Factors),
+    /// Replaces the weight by its quantized values.
+    Replace(QuantizedWeight),
+}
+
+impl NewAdapter {
+    /// Returns `true` if [`NewAdapter::place`] changes the weight.
+    pub(crate) fn changes_base(&self) -> bool {
+        self.change.is_some()
+    }
+
+    /// Changes the weight as the initialization does, and returns the adapter.
+    pub(crate) fn place(self, base: &mut LinearWeight) -> Result<LoraAdapter> {
+        let _no_grad = NoGradGuard::new();
+        let mut adapter = self.adapter;
+        let wide = wide(adapter.a.kind());
+        match (self.change, &mut *base) {
+            (None, _) => {}
+            (Some(Change::Replace(own)), LinearWeight::Quantized(weight)) => *weight = own,
+            (Some(Change::Replace(own)), _) => replace(base, own.dequantize(wide)?)?,
+            (Some(Change::Subtract(factors)), _) => {
+                replace(base, factors.leave(&base.to_dense(wide)?, adapter.scale)?)?;
+            }
+        }
+        if adapter.config.use_dora {
+            // The magnitudes start as the current norms, so every factor is 1 at first.
+            let magnitude = dora::row_norms(base, &adapter)?;
+            adapter.magnitude = Some(magnitude.f_set_requires_grad(true)?);
+        }
+        Ok(adapter)
+    }
+}
+
+/// Copies `(O, I)` into a dense weight, in place, so that tied layers and handles of the parameter see it.
+fn replace(base: &LinearWeight, rest: Tensor) -> Result<()> {
+    if let LinearWeight::Dense { weight, transposed } = base {
+        let rest = if *transposed { rest.f_tr()? } else { rest };
+        weight.f_detach()?.f_copy_(&rest)?;
+    }
+    Ok(())
+}
+
+/// Returns the dtype of decompositions: libtorch has none in half precision, which would not be precise enough either.
+fn wide(kind: Kind) -> Kind {
+    match kind {
+        Kind::Double => Kind::Double,
+        _ => Kind::Float,
+    }
+}
+
+/// Creates a new adapter for the layer `name` of the weight `base`, which [`NewAdapter::place`] changes.
 pub(crate) fn adapter(
-    base: &mut LinearWeight,
+    base: &LinearWeight,
     name: &str,
     config: &Arc<LoraConfig>,
     options: &AddOptions,
-) -> Result<LoraAdapter> {
+) -> Result<NewAdapter> {
     // The initial values are constants; without this, PiSSA's would be connected to the weight by autograd.
     let _no_grad = NoGradGuard::new();
     let LayerOptions { rank, alpha, scale } = config.layer_options(name)?;
@@ -64,23 +123,19 @@ pub(crate) fn adapter(
         place,
     };
     let method = config.init_lora_weights;
-    let (a, b) = match method {
-        InitLoraWeights::Default => (draw.kaiming_a()?, draw.zero_b()?),
-        InitLoraWeights::Random => (draw.kaiming_a()?, draw.linear_b()?),
-        InitLoraWeights::Gaussian => (draw.gaussian_a()?, draw.zero_b()?),
-        InitLoraWeights::Orthogonal => draw.orthogonal()?,
-        InitLoraWeights::Olora => from_weight(base, &draw, method, |weight| {
-            olora(weight, &draw)?.leaving(weight, scale)
-        })?,
-        InitLoraWeights::Pissa => from_weight(base, &draw, method, |weight| {
-            pissa(weight, &draw, scale)?.leaving(weight, scale)
-        })?,
-        InitLoraWeights::PissaFast(rounds) => from_weight(base, &draw, method, |weight| {
-            pissa_fast(weight, &draw, scale, rounds)?.leaving(weight, scale)
-        })?,
-        InitLoraWeights::Loftq(config) => {
-            from_weight(base, &draw, method, |weight| loftq(weight, &draw, config))?
+    let from_weight =
+        |split: &dyn Fn(&Tensor) -> Result<Split>| from_weight(base, &draw, method, scale, split);
+    let (Factors(a, b), change) = match method {
+        InitLoraWeights::Default => (Factors(draw.kaiming_a()?, draw.zero_b()?), None),
+        InitLoraWeights::Random => (Factors(draw.kaiming_a()?, draw.linear_b()?), None),
+        InitLoraWeights::Gaussian => (Factors(draw.gaussian_a()?, draw.zero_b()?), None),
+        InitLoraWeights::Orthogonal => (draw.orthogonal()?, None),
+        InitLoraWeights::Olora => from_weight(&|weight| Ok((olora(weight, &draw)?, None)))?,
+        InitLoraWeights::Pissa => from_weight(&|weight| Ok((pissa(weight, &draw, scale)?, None)))?,
+        InitLoraWeights::PissaFast(rounds) => {
+            from_weight(&|weight| Ok((pissa_fast(weight, &draw, scale, rounds)?, None)))?
         }
+        InitLoraWeights::Loftq(config) => from_weight(&|weight| loftq(weight, &draw, config))?,
         InitLoraWeights::Eva | InitLoraWeights::Corda => {
             let expected = "another method for a new adapter, since this one needs the inputs of the layers; adapters \
                             that PEFT initialized with it can be loaded";
@@ -93,7 +148,7 @@ pub(crate) fn adapter(
         (true, InitLoraWeights::Random) => Some(draw.linear_bias()?),
         (true, _) => Some(Tensor::f_zeros([draw.size[0]], place)?),
     };
-    let mut adapter = LoraAdapter {
+    let adapter = LoraAdapter {
         config: Arc::clone(config),
         alpha,
         scale,
@@ -103,14 +158,10 @@ pub(crate) fn adapter(
         magnitude: None,
         row_norms: Mutex::default(),
     };
-    if config.use_dora {
-        // The magnitudes start as the current norms, so every factor is 1 at first.
-        adapter.magnitude = Some(dora::row_norms(base, &adapter)?);
-    }
     for (_, _, tensor) in adapter.tensors() {
         let _same = tensor.f_set_requires_grad(true)?;
     }
-    Ok(adapter)
+    Ok(NewAdapter { adapter, change })
 }
 
 /// The shape, seed and dtype of the tensors of a new adapter.
@@ -173,7 +224,7 @@ impl Draw<'_> {
 
     /// Creates A and B from the odd and the even rows of one orthogonal matrix, so that `A·B` is zero and the
     /// two learn in different directions.
-    fn orthogonal(&self) -> Result<(Tensor, Tensor)> {
+    fn orthogonal(&self) -> Result<Factors> {
         if self.rank % 2 != 0 {
             let expected = "even if `init_lora_weights` is \"orthogonal\"";
             return Err(Error::option("r", self.rank, expected).into());
@@ -195,36 +246,35 @@ impl Draw<'_> {
                 .f_to_kind(kind)?
                 .f_to_device(device)?)
         };
-        Ok((place(left.f_mm(&odd)?.f_tr()?)?, place(right.f_mm(&even)?)?))
+        Ok(Factors(
+            place(left.f_mm(&odd)?.f_tr()?)?,
+            place(right.f_mm(&even)?)?,
+        ))
     }
 }
 
 /// A and B.
 struct Factors(Tensor, Tensor);
 
-/// A, B and the weight that they are added to.
-struct Split {
-    a: Tensor,
-    b: Tensor,
-    rest: Tensor,
-}
+/// A and B, and what they are added to where it is not the weight without them.
+type Split = (Factors, Option<QuantizedWeight>);
 
 impl Factors {
-    /// Subtracts the adapter from the weight: `W − scale · B · A`.
-    fn leaving(self, weight: &Tensor, scale: f64) -> Result<Split> {
+    /// Returns the weight without the adapter, `W − scale · B · A`.
+    fn leave(&self, weight: &Tensor, scale: f64) -> Result<Tensor> {
         let Factors(a, b) = self;
-        let rest = weight.f_sub(&b.f_mm(&a)?.f_mul_scalar(scale)?)?;
-        Ok(Split { a, b, rest })
+        Ok(weight.f_sub(&b.f_mm(a)?.f_mul_scalar(scale)?)?)
     }
 }
 
-/// Creates A and B from the weight, and replaces it by the rest that `split` returns.
+/// Creates A and B from the weight, in the adapter's dtype, and returns what `split` makes of it.
 fn from_weight(
-    base: &mut LinearWeight,
+    base: &LinearWeight,
     draw: &Draw<'_>,
     method: InitLoraWeights,
-    split: impl Fn(&Tensor) -> Result<Split>,
-) -> Result<(Tensor, Tensor)> {
+    scale: f64,
+    split: &dyn Fn(&Tensor) -> Result<Split>,
+) -> Result<(Factors, Option<Change>)> {
     let largest = draw.size[0].min(draw.size[1]);
     if draw.rank > largest {
         let found = format!("{} for `{}`", draw.rank, draw.name);
@@ -239,35 +289,29 @@ fn from_weight(
                         weight";
         return Err(Error::option("init_lora_weights", found, expected).into());
     }
-    // libtorch has no decompositions in half precision, which would not be precise enough either.
-    let wide = match draw.place.0 {
-        Kind::Double => Kind::Double,
-        _ => Kind::Float,
-    };
-    let weight = base.to_dense(wide)?;
-    let Split { a, b, rest } = split(&weight)?;
-    match base {
-        LinearWeight::Dense { weight, transposed } => {
-            let rest = if *transposed { rest.f_tr()? } else { rest };
-            // Copied in place, so that tied layers and handles of the parameter see the new weight.
-            weight.f_detach()?.f_copy_(&rest)?;
-        }
-        LinearWeight::Quantized(weight) => {
-            *weight = QuantizedWeight::quantize(&rest, weight.scheme())?
-                .with_activations(weight.activations())?;
-        }
-    }
+    let weight = base.to_dense(wide(draw.place.0))?;
+    let (factors, rest) = split(&weight)?;
     let own =
-        |tensor: Tensor| -> Result<Tensor> { Ok(tensor.f_contiguous()?.f_to_kind(draw.place.0)?) };
-    Ok((own(a)?, own(b)?))
+        |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.f_contiguous()?.f_to_kind(draw.place.0)?) };
+    let adapter = Factors(own(&factors.0)?, own(&factors.1)?);
+    let change = match (rest, base) {
+        (Some(rest), _) => Change::Replace(rest),
+        (None, LinearWeight::Dense { .. }) => Change::Subtract(factors),
+        (None, LinearWeight::Quantized(own)) => {
+            let rest = QuantizedWeight::quantize(&factors.leave(&weight, scale)?, own.scheme())?;
+            Change::Replace(rest.with_activations(own.activations())?)
+        }
+    };
+    Ok((adapter, Some(change)))
 }
 
 fn olora(weight: &Tensor, draw: &Draw<'_>) -> Result<Factors> {
     // As in PEFT, the scale is not divided out: `leaving` subtracts `scale · B · A`.
     let (q, r) = Tensor::f_linalg_qr(weight, "reduced")?;
+    // Copies: a view would keep all of Q or R, which have the size of the weight.
     Ok(Factors(
-        r.f_narrow(0, 0, draw.rank)?,
-        q.f_narrow(1, 0, draw.rank)?,
+        r.f_narrow(0, 0, draw.rank)?.f_detach_copy()?,
+        q.f_narrow(1, 0, draw.rank)?.f_detach_copy()?,
     ))
 }
 
@@ -298,14 +342,15 @@ fn loftq(weight: &Tensor, draw: &Draw<'_>, config: LoftqConfig) -> Result<Split>
             8 => left.f_to_kind(Kind::Half)?,
             _ => left,
         };
-        let rest = QuantizedWeight::quantize(&rounded, scheme)?.dequantize(weight.kind())?;
+        let rest = QuantizedWeight::quantize(&rounded, scheme)?;
+        let error = weight.f_sub(&rest.dequantize(weight.kind())?)?;
         // As in PEFT, the scale is not divided out: a forward pass multiplies A and B by it.
-        let Factors(a, b) = pissa(&weight.f_sub(&rest)?, draw, 1.0)?;
+        let factors = pissa(&error, draw, 1.0)?;
         round += 1;
         if round >= config.loftq_iter {
-            return Ok(Split { a, b, rest });
+            return Ok((factors, Some(rest)));
         }
-        left = weight.f_sub(&b.f_mm(&a)?)?;
+        left = factors.leave(weight, 1.0)?;
     }
 }
 

@@ -70,6 +70,28 @@ pub(crate) fn split_or_insert(
     }
 }
 
+impl LayerCopy {
+    /// Copies the weight and bias of the layer `name` for `adapter`.
+    ///
+    /// # Errors
+    /// [`Error::Common`] for a quantized weight, which cannot be trained.
+    pub(crate) fn of(linear: &Linear, name: &str, adapter: &str) -> Result<LayerCopy> {
+        let LinearWeight::Dense { weight, transposed } = linear.weight() else {
+            let value = format!("`{name}`, which is quantized");
+            let expected = "modules with dense weights";
+            return Err(overdrive_core::Error::option("modules_to_save", value, expected).into());
+        };
+        Ok(LayerCopy {
+            adapter: adapter.to_owned(),
+            weight: LinearWeight::Dense {
+                weight: weight.f_detach_copy()?,
+                transposed: *transposed,
+            },
+            bias: linear.bias().map(Tensor::f_detach_copy).transpose()?,
+        })
+    }
+}
+
 impl LayerAdapters {
     /// Returns the adapter `name`.
     pub(crate) fn get(&self, name: &str) -> Option<&LoraAdapter> {
@@ -103,11 +125,8 @@ impl LayerAdapters {
         self.active_copy = names.iter().find_map(copy);
     }
 
-    /// Removes the adapter `name`; returns `true` if there was one.
-    pub(crate) fn delete(&mut self, name: &str) -> Result<bool> {
-        if self.merged.iter().any(|merged| merged.adapter == name) {
-            self.refuse_merged("deleting an adapter")?;
-        }
+    /// Removes the adapter `name`, which is not merged.
+    pub(crate) fn delete(&mut self, name: &str) {
         // The removal shifts the indices, so the active adapters are looked up again by name.
         let active: Vec<String> = self
             .active()
@@ -116,11 +135,9 @@ impl LayerAdapters {
             .chain(self.active_copy())
             .map(str::to_owned)
             .collect();
-        let before = self.adapters.len() + self.copies.len();
         self.adapters.retain(|(own, _)| own != name);
         self.copies.retain(|copy| copy.adapter != name);
         self.set_active(&active.iter().map(String::as_str).collect::<Vec<_>>());
-        Ok(self.adapters.len() + self.copies.len() < before)
     }
 
     /// Returns the names of the merged adapters.
@@ -145,15 +162,6 @@ impl LayerAdapters {
             operation,
             merged: self.merged().into_iter().map(str::to_owned).collect(),
         })
-    }
-
-    /// Checks that `name` can be the name of a new adapter.
-    pub(crate) fn check_new(&self, name: &str) -> Result<()> {
-        check_name(name)?;
-        if self.get(name).is_some() {
-            return Err(taken(name));
-        }
-        self.refuse_merged("adding an adapter")
     }
 
     /// Drops the row norms that adapters have cached.

@@ -14,7 +14,8 @@
 //! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also for quantized weights |
 //! | [`add_weighted_adapter`] | `add_weighted_adapter` |
 //! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
-//! | [`LoraLinear`], [`LoraAdapter`] | `lora.Linear`: the adapters of one [`Linear`](overdrive_nn::Linear) layer |
+//! | [`lora_adapter`] | the `lora_A` and `lora_B` of one [`Linear`](overdrive_nn::Linear) layer |
+//! | [`set_adapter_scale`] | `set_scale`, for the whole model |
 //!
 //! Learning rates of their own for the matrices B (LoRA+) are groups of parameters, which overdrive-optim forms
 //! (`parameter_groups.rs`).
@@ -73,7 +74,7 @@
 //! }
 //!
 //! let dir = tempfile::tempdir()?;
-//! save_adapter(&mut model, "default", dir.path())?; // what PEFT loads
+//! save_adapter(&mut model, dir.path(), "default")?; // what PEFT loads
 //! let mut other = Mlp::new()?;
 //! load_adapter(&mut other, dir.path(), "default", &LoadAdapterOptions::default())?;
 //! assert!(other.forward(&x)?.allclose(&model.forward(&x)?, 1e-5, 1e-6, false));
@@ -103,7 +104,6 @@ mod forward;
 mod host;
 mod init;
 mod layer_adapters;
-mod linear;
 mod low_rank;
 mod merge;
 mod random;
@@ -111,20 +111,20 @@ mod selection;
 mod trainable;
 mod weighted;
 
-pub use adapter::LoraAdapter;
+pub use adapter::{LoraAdapter, lora_adapter};
 pub use adapters::{
     DEFAULT_ADAPTER, active_adapters, adapter_names, add_adapter, add_lora, delete_adapter,
-    disable_adapters, enable_adapters, set_adapter, set_requires_grad, set_training,
+    disable_adapters, enable_adapters, set_adapter, set_adapter_scale, set_requires_grad,
+    set_training,
 };
 pub use by_row::load_adapter_for_rows;
 pub use config::{
     BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
     TokenIndices,
 };
-pub use error::{Error, Result};
+pub use error::{AdapterProblems, Error, Result};
 pub use file::{LoadAdapterOptions, LoadedAdapter, load_adapter, read_config, save_adapter};
 pub use init::AddOptions;
-pub use linear::LoraLinear;
 pub use merge::{
     MergeOptions, MergeReport, MergedLayer, Requantized, merge_adapters, merge_and_unload,
     merge_obstacle, unload, unmerge_adapters,

@@ -92,19 +92,47 @@ struct AddendShape {
     rank: i64,
     scale: f64,
     dropout: f64,
+    /// The index of A among the inputs of the function; B and the bias follow.
+    a: usize,
     biased: bool,
+    /// The first column of its projections.
+    offset: i64,
 }
 
 impl AddendShape {
-    fn of(addend: &Addend<'_>) -> AddendShape {
-        AddendShape {
-            start: addend.start,
-            width: addend.adapter.b().size()[0],
-            rank: addend.adapter.rank(),
-            scale: addend.adapter.scale(),
-            dropout: addend.dropout,
-            biased: addend.adapter.bias().is_some(),
-        }
+    /// Returns the shapes of all addends.
+    fn all(addends: &[Addend<'_>]) -> Vec<AddendShape> {
+        // The base's output and x come first.
+        let (mut input, mut offset) = (2, 0);
+        let shape = |addend: &Addend<'_>| {
+            let shape = AddendShape {
+                start: addend.start,
+                width: addend.adapter.b().size()[0],
+                rank: addend.adapter.rank(),
+                scale: addend.adapter.scale(),
+                dropout: addend.dropout,
+                a: input,
+                biased: addend.adapter.bias().is_some(),
+                offset,
+            };
+            input += 2 + usize::from(shape.biased);
+            offset += shape.rank;
+            shape
+        };
+        addends.iter().map(shape).collect()
+    }
+
+    fn b(&self) -> usize {
+        self.a + 1
+    }
+
+    fn bias(&self) -> Option<usize> {
+        self.biased.then_some(self.a + 2)
+    }
+
+    /// Returns its columns of the projections `h (N, Σr)`.
+    fn projections(&self, h: &Tensor) -> Result<Tensor> {
+        Ok(h.f_narrow(1, self.offset, self.rank)?)
     }
 
     /// Returns the columns of `y (N, ΣO)` that it adds to.
@@ -138,23 +166,17 @@ impl LowRank {
         };
         Some(LowRank {
             compute,
-            addends: addends.iter().map(AddendShape::of).collect(),
+            addends: AddendShape::all(addends),
         })
     }
 
     fn weights<'t>(&self, inputs: &[&'t Tensor]) -> Vec<Weights<'t>> {
-        let mut index = 2;
-        let mut weights = Vec::with_capacity(self.addends.len());
-        for addend in &self.addends {
-            let bias = addend.biased.then(|| inputs[index + 2]);
-            weights.push(Weights {
-                a: inputs[index],
-                b: inputs[index + 1],
-                bias,
-            });
-            index += 2 + usize::from(addend.biased);
-        }
-        weights
+        let weights = |addend: &AddendShape| Weights {
+            a: inputs[addend.a],
+            b: inputs[addend.b()],
+            bias: addend.bias().map(|bias| inputs[bias]),
+        };
+        self.addends.iter().map(weights).collect()
     }
 
     fn drops(&self) -> bool {
@@ -168,17 +190,6 @@ impl LowRank {
             _ => Tensor::f_cat(a, 0)?,
         };
         Ok(joint.f_to_kind(self.compute)?)
-    }
-
-    /// Returns the first column of the projections of each addend.
-    fn offsets(&self) -> Vec<i64> {
-        let mut next = 0;
-        let offset = |addend: &AddendShape| {
-            let offset = next;
-            next += addend.rank;
-            offset
-        };
-        self.addends.iter().map(offset).collect()
     }
 
     /// Applies the dropout of one addend to `x`: its mask, scaled to preserve the mean.
@@ -210,14 +221,13 @@ impl LowRank {
                 mm_into(&h.f_narrow(0, start, len)?, &x, &a, false)?;
             }
         } else {
-            for ((addend, weights), offset) in self.addends.iter().zip(weights).zip(self.offsets())
-            {
+            for (addend, weights) in self.addends.iter().zip(weights) {
                 // The mask costs one byte for each element; the dropped input itself would cost two or four.
                 let mut mask = Tensor::f_empty(x.size(), (Kind::Bool, x.device()))?;
                 let _same = mask.f_bernoulli_float_(1.0 - addend.dropout)?;
                 let a = weights.a.f_to_kind(self.compute)?;
                 let projected = self.dropped(x, addend, &mask)?.f_mm(&a.f_tr()?)?;
-                h.f_narrow(1, offset, addend.rank)?.f_copy_(&projected)?;
+                addend.projections(&h)?.f_copy_(&projected)?;
                 masks.push(mask);
             }
         }
@@ -232,9 +242,8 @@ impl LowRank {
                 let _same = h.shallow_clone().f_mul_scalar_(scale)?;
             }
         } else {
-            for (addend, offset) in self.addends.iter().zip(self.offsets()) {
-                let mut own = h.f_narrow(1, offset, addend.rank)?;
-                let _same = own.f_mul_scalar_(addend.scale)?;
+            for addend in &self.addends {
+                let _same = addend.projections(h)?.f_mul_scalar_(addend.scale)?;
             }
         }
         Ok(())
@@ -242,7 +251,6 @@ impl LowRank {
 
     /// Adds `h · Bᵀ` to the columns of each addend.
     fn expand(&self, y: &Tensor, h: &Tensor, weights: &[Weights<'_>]) -> Result<()> {
-        let mut offset = 0;
         // Addends of the same columns take one matmul: their ranks are concatenated.
         let groups = self.addends.chunk_by(|one, next| one.start == next.start);
         let mut first = 0;
@@ -250,8 +258,7 @@ impl LowRank {
             let own = &weights[first..first + group.len()];
             first += group.len();
             let rank = group.iter().map(|addend| addend.rank).sum();
-            let h = h.f_narrow(1, offset, rank)?;
-            offset += rank;
+            let h = h.f_narrow(1, group[0].offset, rank)?;
             let columns = group[0].columns(y)?;
             let b: Vec<&Tensor> = own.iter().map(|weights| weights.b).collect();
             let b = match b[..] {
@@ -330,69 +337,106 @@ impl Function for LowRank {
         context: &BackwardContext,
         gradients: &[Option<Tensor>],
     ) -> FunctionResult<Vec<Option<Tensor>>> {
-        let count = self.addends.len();
-        let extra = self.addends.iter().filter(|addend| addend.biased).count();
         let mut results: Vec<Option<Tensor>> = Vec::new();
-        results.resize_with(2 + 2 * count + extra, || None);
+        let inputs = self
+            .addends
+            .last()
+            .map_or(2, |last| last.b() + 1 + usize::from(last.biased));
+        results.resize_with(inputs, || None);
         let (Some(dy), [h, x, rest @ ..]) = (&gradients[0], context.saved()) else {
             return Ok(results);
         };
         // The base's output is added unchanged, so its gradient is dy.
         results[0] = Some(dy.shallow_clone());
-        let (weights, masks) = rest.split_at(2 * count);
+        let (weights, masks) = rest.split_at(2 * self.addends.len());
+        let (a, b): (Vec<&Tensor>, Vec<&Tensor>) =
+            weights.chunks(2).map(|pair| (&pair[0], &pair[1])).unzip();
         let dy = dy.f_reshape([-1, last(dy)])?;
+        let dh = self.backward_of_b(context, &dy, h, &b, &mut results)?;
         let rows = rows_of(x)?;
-        let learns = |index| context.needs_input_grad(index);
-        let offsets = self.offsets();
-        // The gradient of the projections; the loop below fills the columns of each addend.
+        let dx = match masks {
+            [] => self.backward_of_a(context, &dh, &rows, &a, &mut results)?,
+            _ => self.backward_of_dropped(context, &dh, &rows, &a, masks, &mut results)?,
+        };
+        results[1] = dx.map(|dx| dx.f_view(x.size().as_slice())).transpose()?;
+        Ok(results)
+    }
+}
+
+impl LowRank {
+    /// Computes the gradients of each B and bias, and returns that of the projections, `(N, Σr)`.
+    fn backward_of_b(
+        &self,
+        context: &BackwardContext,
+        dy: &Tensor,
+        h: &Tensor,
+        b: &[&Tensor],
+        results: &mut [Option<Tensor>],
+    ) -> FunctionResult<Tensor> {
         let dh = Tensor::f_empty_like(h)?;
-        let mut index = 2;
-        for ((addend, weights), offset) in self.addends.iter().zip(weights.chunks(2)).zip(&offsets)
-        {
-            let dy = dy
-                .f_narrow(1, addend.start, addend.width)?
-                .f_to_kind(self.compute)?;
-            let b = weights[1].f_to_kind(self.compute)?;
-            let mut own = dh.f_narrow(1, *offset, addend.rank)?;
-            own.f_copy_(&dy.f_mm(&b)?)?;
+        for (addend, b) in self.addends.iter().zip(b) {
+            let dy = addend.columns(dy)?.f_to_kind(self.compute)?;
+            let mut own = addend.projections(&dh)?;
+            own.f_copy_(&dy.f_mm(&b.f_to_kind(self.compute)?)?)?;
             let _same = own.f_mul_scalar_(addend.scale)?;
-            if learns(index + 1) {
-                let h = h.f_narrow(1, *offset, addend.rank)?;
-                results[index + 1] = Some(dy.f_tr()?.f_mm(&h)?);
+            if context.needs_input_grad(addend.b()) {
+                results[addend.b()] = Some(dy.f_tr()?.f_mm(&addend.projections(h)?)?);
             }
-            if addend.biased && learns(index + 2) {
+            if let Some(bias) = addend.bias().filter(|bias| context.needs_input_grad(*bias)) {
                 let sum = dy.f_sum_dim_intlist([0i64].as_slice(), false, self.compute)?;
-                results[index + 2] = Some(sum.f_mul_scalar(addend.scale)?);
+                results[bias] = Some(sum.f_mul_scalar(addend.scale)?);
             }
-            index += 2 + usize::from(addend.biased);
         }
-        let a: Vec<&Tensor> = weights.chunks(2).map(|pair| &pair[0]).collect();
-        let inputs_of_a = self.inputs_of_a();
-        if masks.is_empty() {
-            if inputs_of_a.iter().any(|input| learns(*input)) {
-                let da = self.gradient_of_a(&dh, &rows)?;
-                let ranks: Vec<i64> = self.addends.iter().map(|addend| addend.rank).collect();
-                for (input, da) in inputs_of_a.iter().zip(da.f_split_with_sizes(&ranks, 0)?) {
-                    results[*input] = Some(da);
-                }
+        Ok(dh)
+    }
+
+    /// Computes the gradient of each A, and returns that of `x (N, I)`: without dropout all adapters share their input.
+    fn backward_of_a(
+        &self,
+        context: &BackwardContext,
+        dh: &Tensor,
+        x: &Tensor,
+        a: &[&Tensor],
+        results: &mut [Option<Tensor>],
+    ) -> FunctionResult<Option<Tensor>> {
+        if self
+            .addends
+            .iter()
+            .any(|addend| context.needs_input_grad(addend.a))
+        {
+            let da = self.gradient_of_a(dh, x)?;
+            for addend in &self.addends {
+                results[addend.a] = Some(da.f_narrow(0, addend.offset, addend.rank)?);
             }
-            if learns(1) {
-                // Stays in the dtype of the matmul; autograd casts a gradient to the dtype of its input.
-                let dx = Tensor::f_empty(rows.size(), (self.compute, x.device()))?;
-                mm_into(&dx, &dh, &self.joint_a(&a)?, false)?;
-                results[1] = Some(dx.f_view(x.size().as_slice())?);
-            }
-            return Ok(results);
         }
+        if !context.needs_input_grad(1) {
+            return Ok(None);
+        }
+        // Stays in the dtype of the matmul; autograd casts a gradient to the dtype of its input.
+        let dx = Tensor::f_empty(x.size(), (self.compute, x.device()))?;
+        mm_into(&dx, dh, &self.joint_a(a)?, false)?;
+        Ok(Some(dx))
+    }
+
+    /// As [`LowRank::backward_of_a`] with dropout, which gives each adapter an input of its own.
+    fn backward_of_dropped(
+        &self,
+        context: &BackwardContext,
+        dh: &Tensor,
+        x: &Tensor,
+        a: &[&Tensor],
+        masks: &[Tensor],
+        results: &mut [Option<Tensor>],
+    ) -> FunctionResult<Option<Tensor>> {
         let mut dx: Option<Tensor> = None;
-        for (position, (addend, mask)) in self.addends.iter().zip(masks).enumerate() {
-            let dh = dh.f_narrow(1, offsets[position], addend.rank)?;
-            if learns(inputs_of_a[position]) {
-                let dropped = self.dropped(&rows, addend, mask)?;
-                results[inputs_of_a[position]] = Some(dh.f_tr()?.f_mm(&dropped)?);
+        for ((addend, a), mask) in self.addends.iter().zip(a).zip(masks) {
+            let dh = addend.projections(dh)?;
+            if context.needs_input_grad(addend.a) {
+                let dropped = self.dropped(x, addend, mask)?;
+                results[addend.a] = Some(dh.f_tr()?.f_mm(&dropped)?);
             }
-            if learns(1) {
-                let own = dh.f_mm(&a[position].f_to_kind(self.compute)?)?;
+            if context.needs_input_grad(1) {
+                let own = dh.f_mm(&a.f_to_kind(self.compute)?)?;
                 let own = self.dropped(&own, addend, mask)?;
                 dx = Some(match dx {
                     None => own,
@@ -400,21 +444,7 @@ impl Function for LowRank {
                 });
             }
         }
-        results[1] = dx.map(|dx| dx.f_view(x.size().as_slice())).transpose()?;
-        Ok(results)
-    }
-}
-
-impl LowRank {
-    /// Returns the indices of the A matrices among the inputs.
-    fn inputs_of_a(&self) -> Vec<usize> {
-        let mut index = 2;
-        let input = |addend: &AddendShape| {
-            let input = index;
-            index += 2 + usize::from(addend.biased);
-            input
-        };
-        self.addends.iter().map(input).collect()
+        Ok(dx)
     }
 
     /// Computes `dhᵀ · x`, `(Σr, I)`, casting `x` block by block.

@@ -2,13 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use overdrive_core::units::first_few;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::{Error, Result};
-
-/// The number of names that an error lists; it counts the others. A large model has thousands.
-const MAX_LISTED: usize = 8;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -89,13 +87,7 @@ pub(crate) fn check_empty<const N: usize>(findings: [(&str, Vec<String>); N]) ->
     let problems: Vec<String> = findings
         .into_iter()
         .filter(|(_, names)| !names.is_empty())
-        .map(|(heading, names)| {
-            let mut listed = names[..names.len().min(MAX_LISTED)].join(", ");
-            if names.len() > MAX_LISTED {
-                listed += &format!(" and {} more", names.len() - MAX_LISTED);
-            }
-            format!("{heading}: {listed}")
-        })
+        .map(|(heading, names)| format!("{heading}: {}", first_few(&names)))
         .collect();
     if problems.is_empty() {
         Ok(())

@@ -43,7 +43,7 @@ fn write_adapter(config: &LoraConfig, folder: &Path) -> Tensor {
                 .g_add_(&(wave * 0.05).view_as(&parameter));
         }
     });
-    save_adapter(&mut model, "a", folder).unwrap();
+    save_adapter(&mut model, folder, "a").unwrap();
     logits(&model)
 }
 

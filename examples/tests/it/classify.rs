@@ -163,7 +163,7 @@ fn a_file_that_does_not_fit_is_refused() {
     fs::write(&data, "title,label\nx,1\n").unwrap();
     let error = run(&flags(&data, dir.path(), &[])).unwrap_err().to_string();
     assert!(
-        error.contains("`column` is text; it must be one of title, label"),
+        error.contains("`text_column` is text; it must be one of title, label"),
         "{error}"
     );
 }

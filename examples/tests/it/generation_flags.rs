@@ -45,13 +45,18 @@ fn numbers_that_json_cannot_hold_are_refused() {
     let sampled = config(&["--temperature", "0.5", "--num-return-sequences", "2"]).unwrap();
     assert_eq!((sampled.temperature, sampled.do_sample), (0.5, true));
     assert_eq!(sampled.num_return_sequences, 2);
-    // Keys of a map that are no token ids.
-    assert_eq!(
-        config(&["--logit-bias", r#"{"a": 1}"#])
-            .unwrap_err()
-            .to_string(),
-        r#"`logit_bias` is {"a":1}; it must be an object whose keys are numbers in quotes"#
-    );
+    let biased = config(&["--logit-bias", r#"{"42": -5, "7": 2.5}"#]).unwrap();
+    assert_eq!(biased.logit_bias, [(7, 2.5), (42, -5.0)].into());
+    for value in ["{x", r#"{"a": 1}"#] {
+        let error = parse::<Generate>(&["--logit-bias", value])
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(
+            error.contains(r#"it must be a JSON object such as {"42": -5}"#),
+            "{error}"
+        );
+    }
 }
 
 #[test]

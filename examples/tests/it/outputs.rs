@@ -77,6 +77,8 @@ fn no_program_writes_over_the_model_that_it_reads_or_over_another_one() {
     write_model(&other);
     let text = dir.path().join("text.txt");
     fs::write(&text, "The quick brown fox. ".repeat(20)).unwrap();
+    // `merge` takes the folder as that of the adapter, too.
+    fs::write(model.join("adapter_config.json"), "{}").unwrap();
     let before = [contents(&model), contents(&other)];
     let flags = |program: &str, out: &Path, more: &[&str]| -> Vec<String> {
         let own = [program, "--out", out.to_str().unwrap()];
@@ -295,6 +297,34 @@ fn the_folder_of_a_training_in_python_names_its_newest_checkpoint() {
     );
     let newest = output.join("checkpoint-100");
     assert_eq!(overdrive_examples::local_model(&newest).unwrap(), newest);
-    // Without any, what is missing is named when it is read.
-    assert_eq!(overdrive_examples::local_adapter(&output).unwrap(), output);
+    // Without any, what is missing is named.
+    for (found, what, missing) in [
+        (
+            overdrive_examples::local_adapter(&output),
+            "adapter",
+            "adapter_config.json",
+        ),
+        (
+            overdrive_examples::local_model(folder.path()),
+            "model",
+            "config.json",
+        ),
+    ] {
+        let error = found.unwrap_err().to_string();
+        let expected = format!("holds no {what}: {missing} is missing");
+        assert!(error.ends_with(&expected), "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_no_tokenizer_is_refused_with_all_that_would_be_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text.txt");
+    fs::write(&path, "a text").unwrap();
+    let error = overdrive_examples::local_tokenizer(&path)
+        .unwrap_err()
+        .to_string();
+    let expected =
+        "text.txt is no tokenizer: it is neither a tokenizer.json, a model folder nor a GGUF file";
+    assert!(error.ends_with(expected), "{error}");
 }

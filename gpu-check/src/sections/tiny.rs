@@ -242,7 +242,7 @@ fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         train_on_a_batch(&trained, parameters, Precision::Fp32, &arguments(3))?;
         let expected = logits(&trained, &ids)?;
         let folder = tempfile::tempdir()?;
-        save_adapter(&mut trained, "default", folder.path())?;
+        save_adapter(&mut trained, folder.path(), "default")?;
         let mut other = model(config, device, Kind::Float)?;
         load_adapter(
             &mut other,

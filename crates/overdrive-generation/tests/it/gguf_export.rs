@@ -687,7 +687,7 @@ fn adapter(model: &mut CausalLm, folder: &Path) {
                 .unwrap();
         }
     }
-    save_adapter(model, "default", folder).unwrap();
+    save_adapter(model, folder, "default").unwrap();
 }
 
 #[test]

@@ -230,8 +230,15 @@ fn a_hub_that_does_not_answer_ends_in_an_error_or_in_the_cache() {
     impatient.etag_timeout = Duration::from_millis(100);
     impatient.retries = 0;
     let error = model_path(NAME, &impatient).unwrap_err();
-    assert!(matches!(error, Error::Unreachable { .. }), "{error:?}");
-    assert!(error.to_string().contains("HF_ENDPOINT"), "{error}");
+    assert!(matches!(error, Error::UnreachableName { .. }), "{error:?}");
+    let error = error.to_string();
+    assert!(
+        error.starts_with(&format!(
+            "`{NAME}` does not exist on this machine, and the hub cannot be asked for this name: "
+        )),
+        "{error}"
+    );
+    assert!(error.contains("HF_ENDPOINT"), "{error}");
     // Once it was downloaded, the copy serves.
     silent.store(0, Ordering::SeqCst);
     let path = model_path(NAME, &hub.options(folder.path())).unwrap();

@@ -16,8 +16,8 @@ use crate::host::{visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_mut;
 use crate::selection::{modules_to_save, refuse_halves, refuse_tokens, resolve};
 use crate::{
-    AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result, delete_adapter,
-    set_requires_grad,
+    AdapterProblems, AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result,
+    delete_adapter, set_requires_grad,
 };
 
 /// Options for loading an adapter.
@@ -57,10 +57,12 @@ pub struct LoadedAdapter {
 /// Reads `adapter_config.json` of the folder `dir`.
 ///
 /// # Errors
-/// [`Error::Common`] if the file cannot be read, and as [`LoraConfig::from_json`].
+/// [`Error::NoAdapter`], [`Error::Common`] if the file cannot be read, and as [`LoraConfig::from_json`].
 pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
     let path = dir.as_ref().join(CONFIG);
-    let text = overdrive_core::text::read(&path)?;
+    let Some(text) = overdrive_core::text::read_optional(&path)? else {
+        return Err(no_adapter(dir.as_ref(), CONFIG));
+    };
     let keys = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", &path))?;
     LoraConfig::from_value(keys)
 }
@@ -82,7 +84,7 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 ///
 /// # Errors
 /// [`Error::Common`] for a CorDA adapter without [`LoadAdapterOptions::residual_base`];
-/// [`Error::Checkpoint`] with every tensor that is missing, unexpected or has the wrong shape;
+/// [`Error::NoAdapter`]; [`Error::Checkpoint`] with every tensor that is missing, unexpected or has the wrong shape;
 /// [`Error::NoTarget`] and others as for [`add_adapter`](crate::add_adapter). The model is then unchanged.
 pub fn load_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
@@ -93,7 +95,7 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let dir = dir.as_ref();
     let config = read_config(dir)?;
     let file = open(dir)?;
-    let mut problems = Vec::new();
+    let mut problems = AdapterProblems::default();
     let mut stored = tensors_of(&file, &mut problems);
     let config = keep_text(host, &mut stored, config)?;
     let (mut config, mut layers) = resolve(host, &config)?;
@@ -148,15 +150,18 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
 fn open(dir: &Path) -> Result<MappedFile> {
     let path = dir.join(WEIGHTS);
     let old = dir.join("adapter_model.bin");
-    if !path.exists() && old.exists() {
-        return Err(Error::Checkpoint {
-            path: old,
-            problems: vec![format!(
-                "it is a Python pickle: save the adapter again with PEFT, which writes {WEIGHTS}"
-            )],
-        });
+    match (path.exists(), old.exists()) {
+        (true, _) => Ok(MappedFile::open(path)?),
+        (false, true) => Err(Error::Pickle { path: old }),
+        (false, false) => Err(no_adapter(dir, WEIGHTS)),
     }
-    Ok(MappedFile::open(path)?)
+}
+
+fn no_adapter(dir: &Path, missing: &'static str) -> Error {
+    Error::NoAdapter {
+        folder: dir.to_path_buf(),
+        missing,
+    }
 }
 
 /// The adapter's tensors in a file by key, and the model's weights that the file also holds by name.
@@ -181,7 +186,7 @@ pub(super) const EMBEDDINGS: [&str; 5] = [
 fn bases<'f, H: AdapterHost + ?Sized>(
     host: &mut H,
     stored: &mut HashMap<String, StoredTensor<'f>>,
-    problems: &mut Vec<String>,
+    problems: &mut AdapterProblems,
 ) -> Result<HashMap<String, StoredTensor<'f>>> {
     let mut bases: HashMap<String, StoredTensor<'f>> = HashMap::new();
     let mut take = |key: &str, name: &str, shape: &[i64]| {
@@ -192,7 +197,7 @@ fn bases<'f, H: AdapterHost + ?Sized>(
             bases.insert(name.to_owned(), own);
             return;
         }
-        problems.push(format!(
+        problems.others.push(format!(
             "`{}` is {:?} where the model has {shape:?}: load the adapter into a model with the vocabulary that it was \
              trained with",
             own.name(),
@@ -233,7 +238,7 @@ fn bases<'f, H: AdapterHost + ?Sized>(
         && let (Some(one), Some(other)) = (bases.get(&head), bases.get(&embedding))
         && !one.has_same_values(other)?
     {
-        problems.push(format!(
+        problems.others.push(format!(
             "`{}` differs from `{}`, but the model ties the two; set `tie_word_embeddings` to false in its \
              config.json, and save a head in its checkpoint",
             one.name(),
@@ -256,7 +261,7 @@ fn replace(stored: &StoredTensor<'_>, weight: &Tensor) -> Result<bool> {
 /// Returns the tensors of a file by their keys.
 fn tensors_of<'f>(
     file: &'f MappedFile,
-    problems: &mut Vec<String>,
+    problems: &mut AdapterProblems,
 ) -> HashMap<String, StoredTensor<'f>> {
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
     for tensor in file.tensors() {
@@ -264,7 +269,7 @@ fn tensors_of<'f>(
         // Files without PEFT's prefix are accepted as well.
         let key = key.strip_prefix(PREFIX).unwrap_or(key).to_owned();
         if let Some(other) = stored.insert(key, tensor) {
-            problems.push(format!(
+            problems.others.push(format!(
                 "`{}` occurs twice, with and without `{PREFIX}`",
                 other.name()
             ));
@@ -277,7 +282,7 @@ fn tensors_of<'f>(
 fn fit<'f, H: AdapterHost + ?Sized>(
     file: &'f MappedFile,
     mut stored: HashMap<String, StoredTensor<'f>>,
-    mut problems: Vec<String>,
+    mut problems: AdapterProblems,
     wanted: &[Entry],
     host: &mut H,
     config: &LoraConfig,
@@ -287,14 +292,14 @@ fn fit<'f, H: AdapterHost + ?Sized>(
         let older = entry.older.as_ref();
         let found = stored.remove(&entry.key).or_else(|| stored.remove(older?));
         match found {
-            None => problems.push(format!("`{PREFIX}{}` is missing", entry.key)),
-            Some(found) if found.shape() != entry.shape => problems.push(format!(
-                "`{}` is {:?} where the model has {:?}",
+            None => problems.missing.push(format!("`{PREFIX}{}`", entry.key)),
+            Some(found) if found.shape() != entry.shape => problems.misshapen.push(format!(
+                "`{}` ({:?}, the model has {:?})",
                 found.name(),
                 found.shape(),
                 entry.shape
             )),
-            Some(found) if found.kind().is_none() => problems.push(format!(
+            Some(found) if found.kind().is_none() => problems.others.push(format!(
                 "`{}` is stored as {}, which cannot be read",
                 found.name(),
                 found.format()
@@ -327,10 +332,9 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     let rows = take_rows(host, config, &mut stored, &mut problems)?;
     let mut rest: Vec<&str> = stored.values().map(StoredTensor::name).collect();
     rest.sort_unstable();
-    problems.extend(
-        rest.iter()
-            .map(|name| format!("`{name}` does not belong to this model and adapter")),
-    );
+    problems
+        .unexpected
+        .extend(rest.iter().map(|name| format!("`{name}`")));
     if problems.is_empty() {
         return Ok(Fitted {
             tensors,
@@ -340,7 +344,8 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     }
     Err(Error::Checkpoint {
         path: file.path().to_path_buf(),
-        problems,
+        problems: Box::new(problems),
+        base: config.base_model_name_or_path.clone(),
     })
 }
 

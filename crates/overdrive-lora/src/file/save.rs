@@ -26,8 +26,8 @@ use crate::{Error, LoraConfig, Result, TargetModules};
 /// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.
 pub fn save_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
-    name: &str,
     dir: impl AsRef<Path>,
+    name: &str,
 ) -> Result<()> {
     let dir = dir.as_ref();
     let Some(config) = config_of(host, name)? else {

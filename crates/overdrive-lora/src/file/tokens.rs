@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::load::EMBEDDINGS;
 use crate::config::TokenIndices;
 use crate::host::{visit_linears, visit_parameters};
-use crate::{LoraConfig, Result};
+use crate::{AdapterProblems, LoraConfig, Result};
 
 /// Calls `visit` with the weight of each module whose tokens `config` names: the key of its rows in the file, the name of
 /// the weight, the weight, and the tokens.
@@ -65,19 +65,19 @@ pub(super) fn take_rows<'f, H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
     stored: &mut HashMap<String, StoredTensor<'f>>,
-    problems: &mut Vec<String>,
+    problems: &mut AdapterProblems,
 ) -> Result<HashMap<String, Rows<'f>>> {
     let mut rows = HashMap::new();
     visit_tokens(host, config, |key, name, weight, tokens| {
         let (vocabulary, features) = weight.size2()?;
         let Some(own) = stored.remove(&key) else {
-            problems.push(format!("`{key}` is missing"));
+            problems.missing.push(format!("`{key}`"));
             return Ok(());
         };
         let shape = [tokens.len() as i64, features];
         let in_vocabulary = |token: &i64| (0..vocabulary).contains(token);
         if own.shape() != shape || !tokens.iter().all(in_vocabulary) {
-            problems.push(format!(
+            problems.others.push(format!(
                 "`{}` is {:?} for {} tokens where the model has {features} features and {vocabulary} tokens",
                 own.name(),
                 own.shape(),

@@ -19,17 +19,18 @@ pub(crate) struct Merged {
     original: Option<(LinearWeight, Option<Tensor>)>,
 }
 
-/// Merges the adapters `names` that the layer has and that are not merged; see
-/// [`LoraLinear::merge_adapters`](crate::LoraLinear::merge_adapters).
+/// Merges those of the adapters `names` that the layer has and that are not merged, in this order. Returns `None` if there
+/// are none. `layer` is the layer's name in the report. An error leaves the layer unchanged.
 pub(crate) fn merge(
-    own: &mut LayerAdapters,
-    weight: &mut LinearWeight,
-    bias: Option<&Tensor>,
+    linear: &mut Linear,
     layer: &str,
     names: &[&str],
     options: &MergeOptions,
 ) -> Result<Option<MergedLayer>> {
     let _no_grad = NoGradGuard::new();
+    let (weight, bias, Some(own)) = linear.split_mut::<LayerAdapters>() else {
+        return Ok(None);
+    };
     let wanted: Vec<&str> = names
         .iter()
         .copied()

@@ -10,7 +10,7 @@ use crate::adapters::known;
 use crate::copies::place_copies;
 use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
-use crate::{Error, LoraLinear, Result};
+use crate::{Error, Result};
 
 /// Merges adapters into the weights of all layers (`None`: the active adapters), as PEFT's `merge_adapter` does.
 /// Until [`unmerge_adapters`], the model runs at the cost of its weights alone.
@@ -19,8 +19,8 @@ use crate::{Error, LoraLinear, Result};
 /// error.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; everything that this call has merged is then
-/// unmerged again.
+/// [`Error::UnknownAdapter`]; [`Error::NotFinite`] with [`MergeOptions::safe`]; [`Error::Common`] for an adapter with a bias
+/// on a layer without one. Everything that this call has merged is then unmerged again.
 pub fn merge_adapters<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: Option<&[&str]>,
@@ -32,7 +32,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
     known(host, names)?;
     let mut report = MergeReport::default();
     let merged = visit_linears(host, |name, linear| {
-        let merged = linear.merge_adapters(name, names, options)?;
+        let merged = super::merge(linear, name, names, options)?;
         report.layers.extend(merged);
         Ok(())
     });
@@ -51,7 +51,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
 /// # Errors
 /// An error of libtorch when memory runs out.
 pub fn unmerge_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
-    visit_linears(host, |_, linear| linear.unmerge_adapters())
+    visit_linears(host, |_, linear| super::unmerge(linear, usize::MAX))
 }
 
 /// Merges the active adapters permanently and removes all adapters, which leaves a plain model. Full copies of active

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use overdrive_lora::{
-    AddOptions, BiasMode, InitLoraWeights, LoraAdapter, LoraConfig, LoraLinear, TargetModules,
-    active_adapters, add_adapter, disable_adapters, enable_adapters, load_adapter_for_rows,
+    AddOptions, BiasMode, InitLoraWeights, LoraAdapter, LoraConfig, TargetModules, active_adapters,
+    add_adapter, disable_adapters, enable_adapters, load_adapter_for_rows, lora_adapter,
     save_adapter, set_adapter, set_training,
 };
 use overdrive_nn::{AdapterRows, Linear, LinearWeight, RowChoice, joint_forward};
@@ -124,7 +124,7 @@ fn adapters_that_the_device_chooses_are_those_of_runs() {
     };
     add_adapter(&mut host, "c", &biased, &AddOptions::default()).unwrap();
     for (_, linear) in &host.layers {
-        let bias = linear.lora_adapter("c").and_then(LoraAdapter::bias);
+        let bias = lora_adapter(linear, "c").and_then(LoraAdapter::bias);
         let _same = bias.unwrap().shallow_clone().fill_(0.25);
     }
     let x = numbers(&[1, 9, 16], 3.0, F32);
@@ -206,7 +206,7 @@ fn scopes_are_nested() {
 fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
     let folder = tempfile::tempdir().unwrap();
     let mut source = host(false);
-    save_adapter(&mut source, "a", folder.path()).unwrap();
+    save_adapter(&mut source, folder.path(), "a").unwrap();
     let mut plain = Host::new(&["layers.0.q", "layers.0.k", "layers.0.v"], 12, 16);
     let options = Default::default();
     load_adapter_for_rows(&mut plain, folder.path(), "mine", &options).unwrap();
@@ -223,7 +223,7 @@ fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
         let folder = tempfile::tempdir().unwrap();
         let mut source = Host::new(&["layers.0.q", "layers.0.k", "layers.0.v"], 12, 16);
         add_adapter(&mut source, "x", &config, &AddOptions::default()).unwrap();
-        save_adapter(&mut source, "x", folder.path()).unwrap();
+        save_adapter(&mut source, folder.path(), "x").unwrap();
         let error = load_adapter_for_rows(&mut plain, folder.path(), "x", &options).unwrap_err();
         assert!(
             error.to_string().starts_with(&format!("`{key}` is")),
@@ -236,7 +236,7 @@ fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
 fn adapters_stay_disabled_while_another_is_loaded_for_rows() {
     let folder = tempfile::tempdir().unwrap();
     let mut source = host(false);
-    save_adapter(&mut source, "a", folder.path()).unwrap();
+    save_adapter(&mut source, folder.path(), "a").unwrap();
     let x = numbers(&[1, 4, 16], 3.0, F32);
     let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
     let plain = y(&source);

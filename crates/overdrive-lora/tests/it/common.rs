@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use overdrive_lora::LoraLinear;
+use overdrive_lora::{AddOptions, LoraConfig, TargetModules, add_adapter, lora_adapter};
 use overdrive_nn::{AdapterHost, AdapterState, Linear, LinearWeight, Result};
 use overdrive_safetensors::MappedFile;
 use tch::{Device, Kind, Tensor};
@@ -80,6 +80,20 @@ impl Host {
         }
     }
 
+    /// A model of one layer, `layer`, with the active adapter `a`.
+    pub(crate) fn adapted(linear: Linear, config: &LoraConfig) -> Host {
+        let mut host = Host {
+            layers: vec![("layer".to_owned(), linear)],
+            ..Host::default()
+        };
+        let config = LoraConfig {
+            target_modules: Some(TargetModules::AllLinear),
+            ..config.clone()
+        };
+        add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
+        host
+    }
+
     pub(crate) fn layer(&mut self, name: &str) -> &mut Linear {
         let found = self.layers.iter_mut().find(|(own, _)| own == name);
         &mut found.unwrap().1
@@ -89,7 +103,7 @@ impl Host {
     pub(crate) fn randomise(&mut self, adapter: &str) {
         let _no_grad = tch::no_grad_guard();
         for (index, (_, layer)) in self.layers.iter().enumerate() {
-            if let Some(adapter) = layer.lora_adapter(adapter) {
+            if let Some(adapter) = lora_adapter(layer, adapter) {
                 let (b, salt) = (adapter.b(), 3.0 + index as f64);
                 b.shallow_clone()
                     .copy_(&(numbers(&b.size(), salt, F32) * 0.3));

@@ -55,7 +55,7 @@ fn model(parts: &[&str]) -> (Host, Vec<Tensor>) {
 
 fn assert_saved_alike(host: &mut Host, adapter: &str) {
     let folder = tempfile::tempdir().unwrap();
-    save_adapter(host, adapter, folder.path()).unwrap();
+    save_adapter(host, folder.path(), adapter).unwrap();
     let file = "adapter_model.safetensors";
     let ours = MappedFile::open(folder.path().join(file)).unwrap();
     let theirs = MappedFile::open(fixture("peft_experts").join(file)).unwrap();
@@ -95,7 +95,7 @@ fn a_new_adapter_over_all_experts_is_trained_and_saved_as_one() {
     add_adapter(&mut host, "mine", &config, &AddOptions::default()).unwrap();
     host.randomise("mine");
     let folder = tempfile::tempdir().unwrap();
-    save_adapter(&mut host, "mine", folder.path()).unwrap();
+    save_adapter(&mut host, folder.path(), "mine").unwrap();
     let (mut again, _) = model(&PACKED);
     let trainable = LoadAdapterOptions {
         trainable: true,
@@ -120,7 +120,7 @@ fn a_saved_adapter_of_experts_has_no_dropout_which_peft_refuses() {
         };
         add_adapter(&mut host, "mine", &config, &AddOptions::default()).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        save_adapter(&mut host, "mine", folder.path()).unwrap();
+        save_adapter(&mut host, folder.path(), "mine").unwrap();
         let saved = overdrive_lora::read_config(folder.path()).unwrap();
         assert_eq!(saved.lora_dropout, expected);
     }

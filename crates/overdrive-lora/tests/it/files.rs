@@ -33,7 +33,7 @@ fn saved(config: &LoraConfig, dir: &Path) -> Host {
                 .g_add_(&(numbers(&parameter.size(), 8.0, F32) * 0.1));
         }
     });
-    save_adapter(&mut host, "mine", dir).unwrap();
+    save_adapter(&mut host, dir, "mine").unwrap();
     host
 }
 
@@ -118,7 +118,7 @@ fn a_saved_adapter_loads_into_another_model_bit_for_bit() {
         assert!(own > 0);
         // Saved again, it is the same file.
         let again = tempfile::tempdir().unwrap();
-        save_adapter(&mut other, "theirs", again.path()).unwrap();
+        save_adapter(&mut other, again.path(), "theirs").unwrap();
         let bytes = |dir: &Path| std::fs::read(dir.join("adapter_model.safetensors")).unwrap();
         assert_eq!(bytes(again.path()), bytes(dir.path()));
     }
@@ -203,17 +203,65 @@ fn everything_that_does_not_fit_is_named_and_the_model_stays_as_it_was() {
         panic!("{error}");
     };
     assert_eq!(
-        problems[..],
-        [
-            "`base_model.model.model.q_proj.lora_A.weight` is missing".to_owned(),
-            "`base_model.model.model.v_proj.lora_B.weight` is [12, 3] where the model has [12, 4]"
-                .to_owned(),
-            "`base_model.model.model.k_proj.lora_A.weight` does not belong to this model and adapter"
-                .to_owned(),
-        ]
+        problems.to_string(),
+        "1 tensor is missing: `base_model.model.model.q_proj.lora_A.weight`; \
+         1 tensor is of another shape: `base_model.model.model.v_proj.lora_B.weight` ([12, 3], the model has [12, 4]); \
+         1 tensor is not of this model and adapter: `base_model.model.model.k_proj.lora_A.weight`"
     );
     assert!(adapter_names(&mut other).unwrap().is_empty());
     assert_eq!(forward(&other), before);
+}
+
+#[test]
+fn an_adapter_of_another_model_is_refused_with_three_of_its_tensors_and_the_name_of_its_model() {
+    let config = LoraConfig {
+        target_modules: Some(TargetModules::AllLinear),
+        base_model_name_or_path: Some("org/other".to_owned()),
+        ..LoraConfig::default()
+    };
+    let names = ["layers.0.q", "layers.0.k", "layers.0.v", "layers.0.o"];
+    let mut narrow = Host::new(&names, 8, 8);
+    add_adapter(&mut narrow, "a", &config, &AddOptions::default()).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    save_adapter(&mut narrow, dir.path(), "a").unwrap();
+    let mut wide = Host::new(&names, 16, 16);
+    let options = LoadAdapterOptions::default();
+    let error = load_adapter(&mut wide, dir.path(), "a", &options).unwrap_err();
+    let path = dir.path().join("adapter_model.safetensors");
+    assert_eq!(
+        error.to_string(),
+        format!(
+            "{} does not fit the model: 8 tensors are of another shape: \
+             `base_model.model.layers.0.q.lora_A.weight` ([8, 8], the model has [8, 16]), \
+             `base_model.model.layers.0.q.lora_B.weight` ([8, 8], the model has [16, 8]), \
+             `base_model.model.layers.0.k.lora_A.weight` ([8, 8], the model has [8, 16]) and 5 more; \
+             the adapter was trained over org/other, so give that model",
+            path.display()
+        )
+    );
+}
+
+#[test]
+fn a_folder_without_an_adapter_says_which_file_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let load = || {
+        let options = LoadAdapterOptions::default();
+        let error = load_adapter(&mut host(), dir.path(), "a", &options).unwrap_err();
+        error.to_string()
+    };
+    let lacks = |file| {
+        format!(
+            "{} holds no adapter: {file} is missing",
+            dir.path().display()
+        )
+    };
+    assert_eq!(load(), lacks("adapter_config.json"));
+    std::fs::write(
+        dir.path().join("adapter_config.json"),
+        r#"{"peft_type": "LORA"}"#,
+    )
+    .unwrap();
+    assert_eq!(load(), lacks("adapter_model.safetensors"));
 }
 
 #[test]
@@ -345,7 +393,7 @@ fn classifiers_of_other_architectures_in_modules_to_save_are_ignored() {
         assert_eq!(forward(&other), forward(&host));
         // The configuration is saved as it was.
         let again = tempfile::tempdir().unwrap();
-        save_adapter(&mut other, "a", again.path()).unwrap();
+        save_adapter(&mut other, again.path(), "a").unwrap();
         let config = overdrive_lora::read_config(again.path()).unwrap();
         assert_eq!(config.modules_to_save, Some(names));
         // A tensor of such a module is not lost in silence.
@@ -354,7 +402,7 @@ fn classifiers_of_other_architectures_in_modules_to_save_are_ignored() {
             tensors.push((name, Tensor::zeros([2, 16], F32)));
         });
         let error = load_adapter(&mut self::host(), dir.path(), "a", &options).unwrap_err();
-        let expected = "`base_model.model.score.weight` does not belong to this model and adapter";
+        let expected = "1 tensor is not of this model and adapter: `base_model.model.score.weight`";
         assert!(error.to_string().ends_with(expected), "{error}");
     }
 }
@@ -386,7 +434,7 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
             let _ = tch::no_grad(|| table.shallow_clone().fill_(3.0));
         }
         let dir = tempfile::tempdir().unwrap();
-        save_adapter(&mut source, "a", dir.path()).unwrap();
+        save_adapter(&mut source, dir.path(), "a").unwrap();
         let mut other = with_table();
         load_adapter(&mut other, dir.path(), "a", &options).unwrap();
         assert_eq!(forward(&other), forward(&source));
@@ -406,7 +454,7 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
     let mut source = with_table();
     add_adapter(&mut source, "a", &copied, &AddOptions::default()).unwrap();
     let dir = tempfile::tempdir().unwrap();
-    save_adapter(&mut source, "a", dir.path()).unwrap();
+    save_adapter(&mut source, dir.path(), "a").unwrap();
     rewrite(dir.path(), |tensors| {
         for part in ["modules_to_save", "original_module"] {
             let name = format!("base_model.model.relative_attention_bias.{part}.weight");
@@ -419,7 +467,7 @@ fn biases_are_all_parameters_with_the_word_in_their_name() {
     let mut other = with_table();
     load_adapter(&mut other, dir.path(), "a", &options).unwrap();
     let again = tempfile::tempdir().unwrap();
-    save_adapter(&mut other, "a", again.path()).unwrap();
+    save_adapter(&mut other, again.path(), "a").unwrap();
     let table = |dir: &Path| {
         let tensors = Tensor::read_safetensors(dir.join("adapter_model.safetensors")).unwrap();
         let name = "base_model.model.relative_attention_bias.weight";
@@ -484,7 +532,7 @@ fn an_adapter_over_a_multimodal_model_is_loaded_into_its_text_model() {
         let mut other = is_loaded();
         // It is saved as one of the text model.
         let again = tempfile::tempdir().unwrap();
-        save_adapter(&mut other, "a", again.path()).unwrap();
+        save_adapter(&mut other, again.path(), "a").unwrap();
         let mut third = host();
         let loaded = load_adapter(&mut third, again.path(), "a", &options).unwrap();
         assert_eq!(loaded.layers, ["model.q_proj", "lm_head"]);
@@ -506,7 +554,7 @@ fn an_adapter_of_the_text_of_a_multimodal_model_is_saved_for_the_whole_model() {
     add_adapter(&mut text, "mine", &config, &AddOptions::default()).unwrap();
     text.randomise("mine");
     let folder = tempfile::tempdir().unwrap();
-    save_adapter(&mut text, "mine", folder.path()).unwrap();
+    save_adapter(&mut text, folder.path(), "mine").unwrap();
     let file = MappedFile::open(folder.path().join("adapter_model.safetensors")).unwrap();
     let mut names: Vec<String> = file
         .tensors()
@@ -565,7 +613,7 @@ fn experts_without_tensors_in_the_file_get_no_adapter_by_the_names_of_other_laye
         let mut host = moe();
         add_adapter(&mut host, "mine", &config, &AddOptions::default()).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        save_adapter(&mut host, "mine", dir.path()).unwrap();
+        save_adapter(&mut host, dir.path(), "mine").unwrap();
         dir
     };
     let dir = adapter("shared_expert.up_proj");
@@ -575,7 +623,7 @@ fn experts_without_tensors_in_the_file_get_no_adapter_by_the_names_of_other_laye
     let loaded = load_adapter(&mut host, dir.path(), "a", &options).unwrap();
     assert_eq!(loaded.layers, names[2..]);
     let again = tempfile::tempdir().unwrap();
-    save_adapter(&mut host, "a", again.path()).unwrap();
+    save_adapter(&mut host, again.path(), "a").unwrap();
     let loaded = load_adapter(&mut moe(), again.path(), "a", &options).unwrap();
     assert_eq!(loaded.layers, names[2..]);
     // An adapter of experts must have all of them.
@@ -619,7 +667,7 @@ fn damaged_and_missing_files_are_refused() {
     std::fs::write(dir.path().join("adapter_model.bin"), b"pickle").unwrap();
     assert!(load(dir.path()).contains("save the adapter again with PEFT"));
     assert!(
-        save_adapter(&mut host(), "none", dir.path())
+        save_adapter(&mut host(), dir.path(), "none")
             .unwrap_err()
             .to_string()
             .contains("there is no adapter `none`")

@@ -1,73 +1,99 @@
 //! Gradients of layers with adapters against finite differences, in fp64.
 
-use std::sync::Arc;
-
-use crate::common::{F64, numbers, transposed};
-use overdrive_autograd::{GradcheckOptions, gradcheck};
-use overdrive_lora::{AddOptions, InitLoraWeights, LoraAdapter, LoraConfig, LoraLinear};
+use crate::common::{F64, Host, numbers, transposed};
+use overdrive_autograd::{FunctionResult, GradcheckOptions, gradcheck};
+use overdrive_lora::{
+    AddOptions, InitLoraWeights, LoraAdapter, LoraConfig, TargetModules, adapter_names,
+    add_adapter, lora_adapter, set_adapter,
+};
 use overdrive_nn::{Linear, joint_forward};
 use tch::Tensor;
 
 fn layer(outputs: i64, biased: bool, conv1d: bool, configs: &[LoraConfig]) -> Linear {
     let salt = outputs as f64;
     let bias = biased.then(|| numbers(&[outputs], salt, F64));
-    let mut layer = if conv1d {
+    let layer = if conv1d {
         Linear::new(transposed(numbers(&[6, outputs], salt, F64)), bias).unwrap()
     } else {
         Linear::dense(numbers(&[outputs, 6], salt, F64), bias).unwrap()
     };
-    let names: Vec<String> = (0..configs.len())
-        .map(|index| format!("a{index}"))
-        .collect();
-    for (name, config) in names.iter().zip(configs) {
-        let config = Arc::new(LoraConfig {
+    adapted(layer, configs)
+}
+
+/// The layer with the active adapters `a0`, `a1`, ….
+fn adapted(layer: Linear, configs: &[LoraConfig]) -> Linear {
+    let mut host = Host {
+        layers: vec![("layer".to_owned(), layer)],
+        ..Host::default()
+    };
+    for (index, config) in configs.iter().enumerate() {
+        let config = LoraConfig {
             init_lora_weights: InitLoraWeights::Random,
+            target_modules: Some(TargetModules::AllLinear),
             ..config.clone()
-        });
-        layer
-            .add_adapter(
-                &format!("layer{outputs}"),
-                name,
-                &config,
-                &AddOptions::default(),
-            )
-            .unwrap();
+        };
+        let options = AddOptions {
+            seed: index as u64,
+            ..AddOptions::default()
+        };
+        add_adapter(&mut host, &format!("a{index}"), &config, &options).unwrap();
     }
-    layer.set_active_adapters(&names.iter().map(String::as_str).collect::<Vec<_>>());
-    layer
+    let names = adapter_names(&mut host).unwrap();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    set_adapter(&mut host, &names).unwrap();
+    host.layers.remove(0).1
+}
+
+fn adapters(layer: &Linear) -> impl Iterator<Item = &LoraAdapter> {
+    let names = layer.adapter().map_or(Vec::new(), |own| own.names());
+    let own = move |name| lora_adapter(layer, name);
+    names.into_iter().filter_map(own)
+}
+
+/// The trainable tensors of a layer.
+fn tensors(layer: &Linear) -> Vec<Tensor> {
+    let mut tensors = Vec::new();
+    for adapter in adapters(layer) {
+        tensors.extend([adapter.a().shallow_clone(), adapter.b().shallow_clone()]);
+        tensors.extend(adapter.bias().map(Tensor::shallow_clone));
+        tensors.extend(adapter.magnitude().map(Tensor::shallow_clone));
+    }
+    tensors
 }
 
 /// x, and then all trainable tensors.
 fn inputs(layers: &[&Linear]) -> Vec<Tensor> {
     let mut inputs = vec![numbers(&[2, 3, 6], 0.3, F64).set_requires_grad(true)];
-    for layer in layers {
-        for (_, adapter) in layer.lora_adapters() {
-            inputs.extend([adapter.a().shallow_clone(), adapter.b().shallow_clone()]);
-            inputs.extend(adapter.bias().map(Tensor::shallow_clone));
-            inputs.extend(adapter.magnitude().map(Tensor::shallow_clone));
-        }
-    }
+    inputs.extend(layers.iter().flat_map(|layer| tensors(layer)));
     inputs
 }
 
-/// Another layer of the same base with these tensors, taken in the order of [`inputs`].
-fn with(layer: &Linear, tensors: &mut std::slice::Iter<'_, Tensor>) -> Linear {
-    let bias = layer.bias().map(Tensor::shallow_clone);
-    let mut made = Linear::new(layer.weight().shallow_clone(), bias).unwrap();
-    for (name, adapter) in layer.lora_adapters() {
-        let mut next = || tensors.next().unwrap().shallow_clone();
-        let (a, b) = (next(), next());
-        let bias = adapter.bias().map(|_| next());
-        let magnitude = adapter.magnitude().map(|_| next());
-        let config = Arc::new(adapter.config().clone());
-        made.insert_adapter(
-            name,
-            LoraAdapter::new(config, a, b, bias, magnitude).unwrap(),
-        )
-        .unwrap();
+/// Another layer of the same base with the values of `inputs`, which are taken in the order of [`inputs`]; `None` if they are
+/// the tensors of `layer` itself.
+fn with(layer: &Linear, inputs: &mut std::slice::Iter<'_, Tensor>) -> Option<Linear> {
+    let own = tensors(layer);
+    let given: Vec<&Tensor> = inputs.take(own.len()).collect();
+    let mut pairs = own.iter().zip(&given);
+    if pairs.all(|(own, given)| own.data_ptr() == given.data_ptr()) {
+        return None;
     }
-    made.set_active_adapters(&layer.active_adapters());
-    made
+    let bias = layer.bias().map(Tensor::shallow_clone);
+    let made = Linear::new(layer.weight().shallow_clone(), bias).unwrap();
+    let configs: Vec<LoraConfig> = adapters(layer).map(|own| own.config().clone()).collect();
+    let mut made = adapted(made, &configs);
+    made.set_training(layer.is_training());
+    tch::no_grad(|| {
+        for (mut own, given) in tensors(&made).into_iter().zip(given) {
+            own.copy_(given);
+        }
+    });
+    Some(made)
+}
+
+/// The output of the layer with the inputs of [`inputs`].
+fn forward(layer: &Linear, inputs: &[Tensor]) -> FunctionResult<Vec<Tensor>> {
+    let made = with(layer, &mut inputs[1..].iter());
+    Ok(vec![made.as_ref().unwrap_or(layer).forward(&inputs[0])?])
 }
 
 fn plain(r: i64) -> LoraConfig {
@@ -92,7 +118,7 @@ fn gradients_of_one_layer_with_one_or_several_adapters() {
     ] {
         for (has_bias, conv1d) in [(false, false), (true, false), (true, true)] {
             let layer = layer(5, has_bias, conv1d, &configs);
-            let check = |x: &[Tensor]| Ok(vec![with(&layer, &mut x[1..].iter()).forward(&x[0])?]);
+            let check = |x: &[Tensor]| forward(&layer, x);
             gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
         }
     }
@@ -109,11 +135,11 @@ fn dora_differentiates_all_but_the_row_norms() {
     };
     for has_bias in [false, true] {
         let layer = layer(5, has_bias, false, std::slice::from_ref(&config));
-        let adapter = layer.lora_adapter("a0").unwrap();
+        let adapter = lora_adapter(&layer, "a0").unwrap();
         for tensor in [adapter.a(), adapter.b()] {
             let _ = tensor.set_requires_grad(false);
         }
-        let check = |x: &[Tensor]| Ok(vec![with(&layer, &mut x[1..].iter()).forward(&x[0])?]);
+        let check = |x: &[Tensor]| forward(&layer, x);
         gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
     }
 }
@@ -128,8 +154,11 @@ fn gradients_of_joint_layers_of_which_some_have_adapters() {
     );
     let check = |x: &[Tensor]| {
         let mut rest = x[1..].iter();
-        let [q, k, v] = [&q, &k, &v].map(|layer| with(layer, &mut rest));
-        Ok(vec![joint_forward(&x[0], &[&q, &k, &v])?])
+        let layers = [&q, &k, &v].map(|layer| (layer, with(layer, &mut rest)));
+        let layers = layers
+            .each_ref()
+            .map(|(own, made)| made.as_ref().unwrap_or(own));
+        Ok(vec![joint_forward(&x[0], &layers)?])
     };
     gradcheck(check, &inputs(&[&q, &k, &v]), &GradcheckOptions::default()).unwrap();
 }
@@ -141,12 +170,11 @@ fn dropout_masks_are_those_of_forward() {
         lora_dropout: 0.4,
         ..plain(2)
     };
-    let layer = layer(5, true, false, &[config.clone(), config]);
+    let mut layer = layer(5, true, false, &[config.clone(), config]);
+    layer.set_training(true);
     let check = |x: &[Tensor]| {
         tch::manual_seed(5);
-        let mut layer = with(&layer, &mut x[1..].iter());
-        layer.set_training(true);
-        Ok(vec![layer.forward(&x[0])?])
+        forward(&layer, x)
     };
     gradcheck(check, &inputs(&[&layer]), &GradcheckOptions::default()).unwrap();
 }
@@ -155,19 +183,17 @@ fn dropout_masks_are_those_of_forward() {
 fn dropout_keeps_the_mean_and_drops_the_given_share() {
     let _generator = crate::common::generator();
     tch::manual_seed(1);
-    let config = Arc::new(LoraConfig {
+    let config = LoraConfig {
         r: 1,
         lora_alpha: 1.0,
         lora_dropout: 0.25,
         ..LoraConfig::default()
-    });
-    let mut layer = Linear::dense(Tensor::zeros([1, 1], F64), None).unwrap();
-    layer
-        .add_adapter("layer", "a", &config, &AddOptions::default())
-        .unwrap();
-    layer.set_active_adapters(&["a"]);
+    };
+    let layer = Linear::dense(Tensor::zeros([1, 1], F64), None).unwrap();
+    let mut host = Host::adapted(layer, &config);
+    let layer = host.layer("layer");
     layer.set_training(true);
-    let adapter = layer.lora_adapter("a").unwrap();
+    let adapter = lora_adapter(layer, "a").unwrap();
     tch::no_grad(|| {
         let _ = adapter.a().shallow_clone().fill_(1.0);
         let _ = adapter.b().shallow_clone().fill_(1.0);

@@ -2,8 +2,8 @@
 
 use crate::common::{F32, Host, fixture, numbers};
 use overdrive_lora::{
-    AddOptions, Error, LoraConfig, LoraLinear, TargetModules, active_adapters, add_adapter,
-    add_lora, delete_adapter, parameter_counts,
+    AddOptions, Error, LoraConfig, TargetModules, active_adapters, add_adapter, add_lora,
+    delete_adapter, lora_adapter, parameter_counts,
 };
 use serde_json::Value;
 
@@ -65,7 +65,7 @@ fn ranks_by_pattern_are_those_of_peft() {
         config.target_modules = Some(TargetModules::AllLinear);
         add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
         for (name, layer) in &host.layers {
-            let rank = layer.lora_adapter("a").unwrap().rank();
+            let rank = lora_adapter(layer, "a").unwrap().rank();
             assert_eq!(Some(rank), case["ranks"][name].as_i64(), "{name}: {case}");
         }
         delete_adapter(&mut host, "a").unwrap();

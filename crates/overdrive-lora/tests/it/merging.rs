@@ -2,9 +2,9 @@
 
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
-    AddOptions, Error, InitLoraWeights, LoraConfig, LoraLinear, MergeOptions, TargetModules,
-    add_adapter, disable_adapters, merge_adapters, merge_and_unload, merge_obstacle, set_adapter,
-    unload, unmerge_adapters,
+    AddOptions, Error, InitLoraWeights, LoraConfig, MergeOptions, TargetModules, active_adapters,
+    adapter_names, add_adapter, delete_adapter, disable_adapters, lora_adapter, merge_adapters,
+    merge_and_unload, merge_obstacle, set_adapter, set_adapter_scale, unload, unmerge_adapters,
 };
 use overdrive_nn::{Linear, LinearWeight};
 use overdrive_quantization::{Activations, QuantizedWeight};
@@ -102,7 +102,7 @@ fn weights_of_16_bits_are_merged_in_fp32_and_rounded_once() {
         });
     let before = weight(&host);
     let (a, b, scale) = {
-        let adapter = host.layers[0].1.lora_adapter("a").unwrap();
+        let adapter = lora_adapter(&host.layers[0].1, "a").unwrap();
         (adapter.a().detach(), adapter.b().detach(), adapter.scale())
     };
     let expected = (&before + b.matmul(&a) * scale)
@@ -157,19 +157,17 @@ fn quantized_weights_are_requantized_and_the_error_is_reported() {
 #[test]
 fn a_merged_adapter_is_part_of_the_weight_that_replaces_the_merged_one() {
     let mut host = adapted(&[config(false), config(true)]);
-    // `b` stays beside the weight.
-    merge_adapters(&mut host, Some(&["a"]), &MergeOptions::default()).unwrap();
-    set_active(&mut host, &["a"]);
+    set_adapter(&mut host, &["a"]).unwrap();
+    merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
     let merged = forward(&host);
     for (_, layer) in &mut host.layers {
         let weight = layer.weight().shallow_clone();
         layer.replace_weight(weight);
-        assert!(layer.active_adapters().is_empty());
-        assert!(layer.merged_adapters().is_empty());
     }
+    assert!(active_adapters(&mut host).unwrap().is_empty());
     assert_eq!(forward(&host), merged);
-    // The other adapter is computed as before.
-    set_active(&mut host, &["b"]);
+    // Nothing is merged any more, and the other adapter is computed as before.
+    set_adapter(&mut host, &["b"]).unwrap();
     assert!(distance(&forward(&host), &merged) > 0.01);
 
     // Quantized, the error is that of the weight in 8 bits, not the adapter once more.
@@ -183,12 +181,6 @@ fn a_merged_adapter_is_part_of_the_weight_that_replaces_the_merged_one() {
         .1
         .replace_weight(LinearWeight::Quantized(packed));
     assert!(distance(&forward(&host), &with) < 0.03);
-}
-
-fn set_active(host: &mut Host, names: &[&str]) {
-    for (_, layer) in &mut host.layers {
-        layer.set_active_adapters(names);
-    }
 }
 
 #[test]
@@ -288,7 +280,7 @@ fn a_safe_merge_of_non_finite_elements_changes_nothing() {
     let mut host = adapted(&[config(false)]);
     let before = weight(&host);
     tch::no_grad(|| {
-        let b = host.layers[1].1.lora_adapter("a").unwrap().b();
+        let b = lora_adapter(&host.layers[1].1, "a").unwrap().b();
         let _ = b.narrow(0, 0, 1).fill_(f64::NAN);
     });
     let options = MergeOptions {
@@ -301,11 +293,8 @@ fn a_safe_merge_of_non_finite_elements_changes_nothing() {
         "{error}"
     );
     assert_eq!(weight(&host), before);
-    assert!(
-        host.layers
-            .iter()
-            .all(|(_, layer)| layer.merged_adapters().is_empty())
-    );
+    // It would be refused if an adapter were merged.
+    disable_adapters(&mut host).unwrap();
 }
 
 #[test]
@@ -319,7 +308,8 @@ fn operations_that_need_unmerged_weights_are_refused() {
     );
     assert!(set_adapter(&mut host, &[]).is_err());
     assert!(add_adapter(&mut host, "c", &config(false), &AddOptions::default()).is_err());
-    assert!(host.layer("q").delete_adapter("a").is_err());
+    assert!(delete_adapter(&mut host, "a").is_err());
+    assert!(set_adapter_scale(&mut host, "a", 0.0).is_err());
 }
 
 #[test]
@@ -328,14 +318,11 @@ fn unloading_gives_the_model_back_with_or_without_its_adapters() {
     let (before, y) = (weight(&host), forward(&host));
     unload(&mut host).unwrap();
     assert_eq!(weight(&host), before);
-    assert!(host.layers[0].1.lora_adapters().is_empty());
+    assert!(adapter_names(&mut host).unwrap().is_empty());
     let mut host = adapted(&[config(false)]);
     merge_and_unload(&mut host, &MergeOptions::default()).unwrap();
     assert!(distance(&forward(&host), &y) < 1e-5);
-    assert!(
-        host.layers[0].1.merged_adapters().is_empty()
-            && host.layers[0].1.lora_adapters().is_empty()
-    );
+    assert!(adapter_names(&mut host).unwrap().is_empty());
     // A plain model takes a new adapter.
     add_adapter(&mut host, "a", &config(false), &AddOptions::default()).unwrap();
 }

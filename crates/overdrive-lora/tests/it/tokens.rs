@@ -44,7 +44,7 @@ fn rows_of_tokens_replace_those_of_the_model_and_are_saved_again() {
     assert_eq!(head, weight("lm_head", "merged"));
 
     let again = tempfile::tempdir().unwrap();
-    save_adapter(&mut host, "mine", again.path()).unwrap();
+    save_adapter(&mut host, again.path(), "mine").unwrap();
     let file = "adapter_model.safetensors";
     let theirs = MappedFile::open(folder.join(file)).unwrap();
     let ours = MappedFile::open(again.path().join(file)).unwrap();

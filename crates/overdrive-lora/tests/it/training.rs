@@ -1,11 +1,9 @@
 //! QLoRA: adapters over quantized weights, with checkpointing and a paged 8-bit optimizer.
 
-use std::sync::Arc;
-
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_checkpointing::scope;
 use overdrive_lora::{
-    AddOptions, InitLoraWeights, LoraConfig, LoraLinear, TargetModules, add_adapter,
+    AddOptions, InitLoraWeights, LoraConfig, TargetModules, add_adapter, lora_adapter,
     trainable_parameters,
 };
 use overdrive_nn::Linear;
@@ -24,22 +22,20 @@ fn gradients_over_nf4_are_those_over_its_dequantized_weight() {
     let packed = nf4(96, 128, 1.0);
     let dense = packed.dequantize(Kind::Float).unwrap();
     for use_dora in [false, true] {
-        let config = Arc::new(LoraConfig {
+        let config = LoraConfig {
             use_dora,
             init_lora_weights: InitLoraWeights::Random,
             ..LoraConfig::default()
-        });
-        let run = |mut layer: Linear| {
-            layer
-                .add_adapter("layer", "a", &config, &AddOptions::default())
-                .unwrap();
-            layer.set_active_adapters(&["a"]);
+        };
+        let run = |layer: Linear| {
+            let host = Host::adapted(layer, &config);
+            let layer = &host.layers[0].1;
             let x = numbers(&[40, 128], 2.0, F32).set_requires_grad(true);
             let y = layer.forward(&x).unwrap();
             (&y * numbers(&[40, 96], 3.0, F32))
                 .sum(Kind::Float)
                 .backward();
-            let adapter = layer.lora_adapter("a").unwrap();
+            let adapter = lora_adapter(layer, "a").unwrap();
             let mut all = vec![y.detach(), x.grad(), adapter.a().grad(), adapter.b().grad()];
             all.extend(adapter.magnitude().map(Tensor::grad));
             all

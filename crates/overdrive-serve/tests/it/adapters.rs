@@ -33,7 +33,7 @@ fn write(root: &Path) {
             ..AddOptions::default()
         };
         add_adapter(&mut model, name, &config, &options).unwrap();
-        save_adapter(&mut model, name, root.join(name)).unwrap();
+        save_adapter(&mut model, root.join(name), name).unwrap();
     }
 }
 

@@ -25,9 +25,28 @@ pub(super) struct RawReducer {
     _opaque: [u8; 0],
 }
 
+/// `od_collective_kind`.
+#[derive(Debug, Clone, Copy)]
+#[repr(i32)]
+pub(super) enum CollectiveKind {
+    AllReduce = 0,
+    Broadcast = 1,
+    Reduce = 2,
+    AllGather = 3,
+    AllGatherInto = 4,
+    ReduceScatter = 5,
+    ReduceScatterInto = 6,
+    Gather = 7,
+    Scatter = 8,
+    AllToAll = 9,
+    Send = 10,
+    Recv = 11,
+    Barrier = 12,
+}
+
 #[repr(C)]
 pub(super) struct RawCollective {
-    pub(super) kind: i32,
+    pub(super) kind: CollectiveKind,
     pub(super) reduce_op: i32,
     pub(super) inputs: *const RawTensor,
     pub(super) n_inputs: usize,

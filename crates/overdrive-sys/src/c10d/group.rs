@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use tch::Tensor;
 
+use super::ffi::CollectiveKind;
 use super::{Store, c_string, ffi, handles, millis};
 use crate::error::{Result, check, take_string};
+use crate::ffi::RawTensor;
 
 /// The reduction of the values of several ranks to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -162,45 +164,21 @@ impl Group {
     /// [`crate::Error::BadArgument`] for a tensor that is not contiguous or whose storage was resized;
     /// [`crate::Error::Torch`] for tensors that do not fit, and after the group has failed.
     pub fn start(&self, collective: &Collective<'_>, timeout: Option<Duration>) -> Result<Work> {
-        let one = |tensor: &Tensor| handles(std::slice::from_ref(tensor));
-        // The first number is `od_collective_kind`.
-        let (kind, op, inputs, outputs, root, tag) = match *collective {
-            Collective::AllReduce(tensor, op) => (0, Some(op), one(tensor), vec![], 0, 0),
-            Collective::Broadcast(tensor, root) => (1, None, one(tensor), vec![], root, 0),
-            Collective::Reduce(tensor, op, root) => (2, Some(op), one(tensor), vec![], root, 0),
-            Collective::AllGather(input, outputs) => (3, None, one(input), handles(outputs), 0, 0),
-            Collective::AllGatherInto(input, output) => (4, None, one(input), one(output), 0, 0),
-            Collective::ReduceScatter(inputs, output, op) => {
-                (5, Some(op), handles(inputs), one(output), 0, 0)
-            }
-            Collective::ReduceScatterInto(input, output, op) => {
-                (6, Some(op), one(input), one(output), 0, 0)
-            }
-            Collective::Gather(input, outputs, root) => {
-                (7, None, one(input), handles(outputs), root, 0)
-            }
-            Collective::Scatter(inputs, output, root) => {
-                (8, None, handles(inputs), one(output), root, 0)
-            }
-            Collective::AllToAll(input, output) => (9, None, one(input), one(output), 0, 0),
-            Collective::Send(tensor, peer, tag) => (10, None, one(tensor), vec![], peer, tag),
-            Collective::Recv(tensor, peer, tag) => (11, None, one(tensor), vec![], peer, tag),
-            Collective::Barrier => (12, None, vec![], vec![], 0, 0),
-        };
-        let call = ffi::RawCollective {
-            kind,
-            reduce_op: op.unwrap_or(ReduceOp::Sum).code(),
-            inputs: inputs.as_ptr(),
-            n_inputs: inputs.len(),
-            outputs: outputs.as_ptr(),
-            n_outputs: outputs.len(),
-            root: i64::try_from(root).unwrap_or(i64::MAX),
-            tag,
+        let call = Call::of(collective);
+        let raw_call = ffi::RawCollective {
+            kind: call.kind,
+            reduce_op: call.op.code(),
+            inputs: call.inputs.as_ptr(),
+            n_inputs: call.inputs.len(),
+            outputs: call.outputs.as_ptr(),
+            n_outputs: call.outputs.len(),
+            root: i64::try_from(call.root).unwrap_or(i64::MAX),
+            tag: call.tag,
             timeout_ms: timeout.map_or(0, millis),
         };
         let mut raw = ptr::null_mut();
         // SAFETY: group and tensors are alive; the shim copies the handles it keeps.
-        let status = unsafe { ffi::od_group_start(self.raw, &raw const call, &raw mut raw) };
+        let status = unsafe { ffi::od_group_start(self.raw, &raw const raw_call, &raw mut raw) };
         check(status, "starting a collective")?;
         Ok(Work { raw })
     }
@@ -260,7 +238,11 @@ impl Group {
                 .lines()
                 .filter_map(StartedCollective::parse)
                 .collect(),
-            failure: (state.failed != 0).then_some((state.failed_number, what, text)),
+            failure: (state.failed != 0).then_some(CollectiveFailure {
+                number: state.failed_number,
+                what,
+                text,
+            }),
             aborted: state.aborted != 0,
         })
     }
@@ -294,6 +276,82 @@ impl Drop for Group {
     }
 }
 
+/// A collective as the shim takes it.
+struct Call {
+    kind: CollectiveKind,
+    /// Ignored by collectives that do not reduce.
+    op: ReduceOp,
+    inputs: Vec<RawTensor>,
+    outputs: Vec<RawTensor>,
+    /// The rank of the root or the peer.
+    root: usize,
+    tag: i32,
+}
+
+impl Call {
+    fn of(collective: &Collective<'_>) -> Call {
+        use CollectiveKind as Kind;
+        let one = |tensor: &Tensor| handles(std::slice::from_ref(tensor));
+        let new = |kind, inputs, outputs| Call {
+            kind,
+            op: ReduceOp::Sum,
+            inputs,
+            outputs,
+            root: 0,
+            tag: 0,
+        };
+        match *collective {
+            Collective::AllReduce(tensor, op) => Call {
+                op,
+                ..new(Kind::AllReduce, one(tensor), Vec::new())
+            },
+            Collective::Broadcast(tensor, root) => Call {
+                root,
+                ..new(Kind::Broadcast, one(tensor), Vec::new())
+            },
+            Collective::Reduce(tensor, op, root) => Call {
+                op,
+                root,
+                ..new(Kind::Reduce, one(tensor), Vec::new())
+            },
+            Collective::AllGather(input, outputs) => {
+                new(Kind::AllGather, one(input), handles(outputs))
+            }
+            Collective::AllGatherInto(input, output) => {
+                new(Kind::AllGatherInto, one(input), one(output))
+            }
+            Collective::ReduceScatter(inputs, output, op) => Call {
+                op,
+                ..new(Kind::ReduceScatter, handles(inputs), one(output))
+            },
+            Collective::ReduceScatterInto(input, output, op) => Call {
+                op,
+                ..new(Kind::ReduceScatterInto, one(input), one(output))
+            },
+            Collective::Gather(input, outputs, root) => Call {
+                root,
+                ..new(Kind::Gather, one(input), handles(outputs))
+            },
+            Collective::Scatter(inputs, output, root) => Call {
+                root,
+                ..new(Kind::Scatter, handles(inputs), one(output))
+            },
+            Collective::AllToAll(input, output) => new(Kind::AllToAll, one(input), one(output)),
+            Collective::Send(tensor, root, tag) => Call {
+                root,
+                tag,
+                ..new(Kind::Send, one(tensor), Vec::new())
+            },
+            Collective::Recv(tensor, root, tag) => Call {
+                root,
+                tag,
+                ..new(Kind::Recv, one(tensor), Vec::new())
+            },
+            Collective::Barrier => new(Kind::Barrier, Vec::new(), Vec::new()),
+        }
+    }
+}
+
 /// The state of a group's collectives.
 #[derive(Debug, Clone)]
 pub struct WatchState {
@@ -303,11 +361,21 @@ pub struct WatchState {
     pub finished: u64,
     /// The collectives that were started last, the newest at the end.
     pub recent: Vec<StartedCollective>,
-    /// The number, the name and libtorch's message of the first collective that failed, until the group is
-    /// aborted. The number is 0 for a send or a receive.
-    pub failure: Option<(u64, String, String)>,
+    /// The first collective that failed, until the group is aborted.
+    pub failure: Option<CollectiveFailure>,
     /// If `true`, the group has been aborted.
     pub aborted: bool,
+}
+
+/// A collective that has failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CollectiveFailure {
+    /// Its number in the group, from 1; 0 for a send or a receive.
+    pub number: u64,
+    /// Its name.
+    pub what: String,
+    /// libtorch's message.
+    pub text: String,
 }
 
 /// A collective that this rank has started.

@@ -10,7 +10,10 @@ mod group;
 mod reducer;
 mod store;
 
-pub use group::{Collective, Group, NetworkDevice, ReduceOp, StartedCollective, WatchState, Work};
+pub use group::{
+    Collective, CollectiveFailure, Group, NetworkDevice, ReduceOp, StartedCollective, WatchState,
+    Work,
+};
 pub use reducer::{Reducer, ReducerOptions};
 pub use store::{Store, StoreRole};
 

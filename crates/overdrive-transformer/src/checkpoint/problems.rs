@@ -1,6 +1,8 @@
 use std::fmt;
 
-/// The tensors of a checkpoint that do not fit its configuration.
+use overdrive_core::units::first_few;
+
+/// The tensors of a checkpoint that do not fit its configuration. Printed, it names three of each kind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CheckpointProblems {
@@ -63,7 +65,7 @@ impl fmt::Display for CheckpointProblems {
         let texts = groups
             .iter()
             .filter(|(_, names)| !names.is_empty())
-            .map(|(what, names)| format!("{} {what}: {}", names.len(), names.join(", ")));
+            .map(|(what, names)| format!("{} {what}: {}", names.len(), first_few(names)));
         f.write_str(&texts.collect::<Vec<_>>().join("; "))
     }
 }

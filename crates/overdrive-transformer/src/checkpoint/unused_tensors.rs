@@ -1,5 +1,6 @@
 use std::path::Path;
 
+use overdrive_core::units::first_few;
 use overdrive_safetensors::StoredTensor;
 
 use crate::Result;
@@ -18,9 +19,6 @@ const BUFFERS: [&str; 8] = [
     "decoder.version",
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 ];
-
-/// The largest number of tensors that the warning names.
-const NAMED: usize = 8;
 
 /// Returns `true` for tensors that are not part of a model's weights and that it does not need.
 pub(super) fn is_buffer(name: &str) -> bool {
@@ -64,19 +62,13 @@ impl UnusedTensors {
         }
         // A `HashMap` has no order, and the message should be the same in every run.
         self.0.sort();
-        let listed = self.0.iter().take(NAMED);
-        let listed: Vec<String> = listed
-            .map(|(name, why)| format!("{name} ({why})"))
-            .collect();
-        let more = match self.0.len().saturating_sub(NAMED) {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
+        let listed = self.0.iter().map(|(name, why)| format!("{name} ({why})"));
+        let listed: Vec<String> = listed.collect();
         tracing::warn!(
-            "{} tensors in {} are not used: {}{more}",
-            self.0.len(),
+            "{} tensors in {} are not used: {}",
+            listed.len(),
             dir.display(),
-            listed.join(", ")
+            first_few(&listed)
         );
     }
 }

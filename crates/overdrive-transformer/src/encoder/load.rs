@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use overdrive_core::units::first_few;
 use tch::{Kind, Tensor};
 
 use super::layout::Layout;
@@ -128,7 +129,7 @@ fn log(dir: &Path, report: &LoadReport) {
             "{} parameters are missing from {} and were initialized; train the model before you use it: {}",
             report.initialized.len(),
             dir.display(),
-            report.initialized.join(", ")
+            first_few(&report.initialized)
         );
     }
     if !report.unused.is_empty() {
@@ -136,7 +137,7 @@ fn log(dir: &Path, report: &LoadReport) {
             "{} tensors in {} are not used by this head: {}",
             report.unused.len(),
             dir.display(),
-            report.unused.join(", ")
+            first_few(&report.unused)
         );
     }
 }

@@ -107,7 +107,7 @@ fn adapters_that_peft_initialised_from_weights_or_data_load() {
         // It can be trained, and is saved as it was read.
         assert_eq!(trainable_parameters(&mut model).unwrap().len(), 12);
         let again = tempfile::tempdir().unwrap();
-        save_adapter(&mut model, "a", again.path()).unwrap();
+        save_adapter(&mut model, again.path(), "a").unwrap();
         let read = overdrive_lora::read_config(again.path()).unwrap();
         assert_eq!(
             read.init_lora_weights, loaded.config.init_lora_weights,
@@ -371,7 +371,7 @@ fn adapters_saved_here_load_again_and_are_left_for_peft_to_check() {
             let got = logits(&model, &ids);
             assert!(apart(&got, &plain) > 1e-3, "{family} {name}");
             let dir = out.join(family).join(name);
-            save_adapter(&mut model, "mine", &dir).unwrap();
+            save_adapter(&mut model, &dir, "mine").unwrap();
             write(
                 dir.join("expected.safetensors"),
                 &[

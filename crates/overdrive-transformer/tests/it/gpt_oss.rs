@@ -254,7 +254,7 @@ fn a_file_with_other_experts_is_refused_by_name() {
     let refused = CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap_err();
     let message = refused.to_string();
     for part in [
-        "model.layers.0.mlp.experts.4.down_proj.weight",
+        "40 missing: model.layers.0.mlp.experts.0.gate_up_proj.weight",
         "model.layers.0.mlp.experts.down_proj_blocks",
     ] {
         assert!(message.contains(part), "{message}");

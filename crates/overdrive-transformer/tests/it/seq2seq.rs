@@ -464,7 +464,7 @@ fn lora_trains_is_saved_and_merges() {
         println!("{case}: loss {before:.3} -> {trained:.3}");
         assert!(trained < 0.95 * before, "{case}: {before} {trained}");
         let dir = tempfile::tempdir().unwrap();
-        save_adapter(&mut model, "default", dir.path()).unwrap();
+        save_adapter(&mut model, dir.path(), "default").unwrap();
         let mut other = load(case);
         load_adapter(
             &mut other,

@@ -29,7 +29,7 @@ fn dora_under_autocast_has_the_dtypes_and_values_of_lora_under_autocast() {
                 layer.forward(&x).unwrap()
             };
             y.sum(Kind::Float).backward();
-            let adapter = layer.lora_adapter("a").unwrap();
+            let adapter = lora_adapter(layer, "a").unwrap();
             let learn = [&x, adapter.a(), adapter.b(), adapter.magnitude().unwrap()];
             let gradients = learn.map(|tensor| {
                 let gradient = tensor.grad().copy();
@@ -69,7 +69,7 @@ fn dropout_of_dora_falls_on_the_change_and_not_on_the_base() {
     let y = layer.forward(&x).unwrap();
     tch::manual_seed(3);
     let dropped = x.dropout(0.5, true);
-    let adapter = layer.lora_adapter("a").unwrap();
+    let adapter = lora_adapter(layer, "a").unwrap();
     let (weight, bias) = (
         layer.weight().to_dense(Kind::Float).unwrap(),
         layer.bias().unwrap(),
@@ -101,7 +101,7 @@ fn dora_follows_every_change_of_its_tensors() {
     host.randomise("a");
     let x = numbers(&[7, 16], 2.0, F32);
     let explicit = |layer: &Linear| {
-        let adapter = layer.lora_adapter("a").unwrap();
+        let adapter = lora_adapter(layer, "a").unwrap();
         let weight = layer.dense_copy() + adapter.b().matmul(adapter.a()) * adapter.scale();
         let lengths = weight
             .square()
@@ -126,7 +126,7 @@ fn dora_follows_every_change_of_its_tensors() {
         })
     };
     for place in 0..3 {
-        let adapter = layer.lora_adapter("a").unwrap();
+        let adapter = lora_adapter(layer, "a").unwrap();
         let tensor = [adapter.a(), adapter.b(), adapter.magnitude().unwrap()][place];
         let _ = change(tensor);
         check(layer);
@@ -135,7 +135,8 @@ fn dora_follows_every_change_of_its_tensors() {
         let _ = change(weight);
     }
     check(layer);
-    layer.set_adapter_scale("a", 2.0).unwrap();
+    set_adapter_scale(&mut host, "a", 2.0).unwrap();
+    let layer = host.layer("layers.0.q");
     check(layer);
     layer.replace_weight(overdrive_nn::LinearWeight::Dense {
         weight: numbers(&[12, 16], 8.0, F32),

@@ -2,14 +2,12 @@
 
 mod dora;
 
-use std::sync::Arc;
-
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
-    AddOptions, BiasMode, Combination, Error, InitLoraWeights, LoraConfig, LoraLinear,
-    TargetModules, active_adapters, adapter_names, add_adapter, add_weighted_adapter,
-    delete_adapter, disable_adapters, enable_adapters, parameter_counts, set_adapter,
-    trainable_parameters,
+    AddOptions, BiasMode, Combination, Error, InitLoraWeights, LoraConfig, TargetModules,
+    active_adapters, adapter_names, add_adapter, add_weighted_adapter, delete_adapter,
+    disable_adapters, enable_adapters, lora_adapter, merge_adapters, parameter_counts, set_adapter,
+    set_adapter_scale, trainable_parameters, unmerge_adapters,
 };
 use overdrive_nn::{Linear, joint_forward};
 use overdrive_precision::autocast;
@@ -36,7 +34,7 @@ fn a_new_adapter_changes_nothing_and_draws_within_the_bounds_of_kaiming() {
     add_adapter(&mut host, "a", &all(4), &AddOptions::default()).unwrap();
     assert_eq!(host.layers[0].1.forward(&x).unwrap(), before);
     let (a, b) = {
-        let adapter = host.layers[0].1.lora_adapter("a").unwrap();
+        let adapter = lora_adapter(&host.layers[0].1, "a").unwrap();
         (adapter.a().detach(), adapter.b().detach())
     };
     assert_eq!((a.size(), b.size()), (vec![4, 16], vec![12, 4]));
@@ -44,14 +42,15 @@ fn a_new_adapter_changes_nothing_and_draws_within_the_bounds_of_kaiming() {
     let largest = a.abs().max().double_value(&[]);
     assert!(largest <= 0.25 && largest > 0.2, "{largest}");
     // The same seed gives the same values; another layer or seed gives others.
-    assert_ne!(a, host.layers[1].1.lora_adapter("a").unwrap().a().detach());
+    assert_ne!(
+        a,
+        lora_adapter(&host.layers[1].1, "a").unwrap().a().detach()
+    );
     let mut again = self::host();
     add_adapter(&mut again, "other", &all(4), &AddOptions::default()).unwrap();
     assert_eq!(
         a,
-        again.layers[0]
-            .1
-            .lora_adapter("other")
+        lora_adapter(&again.layers[0].1, "other")
             .unwrap()
             .a()
             .detach()
@@ -126,9 +125,7 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
     delete_adapter(&mut host, "a").unwrap();
     assert_eq!(active_adapters(&mut host).unwrap(), ["b"]);
     assert_eq!(y(&host), with_b);
-    host.layer("layers.0.q")
-        .set_adapter_scale("b", 0.0)
-        .unwrap();
+    set_adapter_scale(&mut host, "b", 0.0).unwrap();
     assert!(distance(&y(&host), &plain) < 1e-6);
     delete_adapter(&mut host, "b").unwrap();
     assert_eq!(y(&host), plain);
@@ -178,16 +175,16 @@ fn beside_16_bit_weights_adapters_are_fp32_and_results_are_rounded_once() {
     let bf16 = (Kind::BFloat16, Device::Cpu);
     let weight = numbers(&[12, 16], 1.0, bf16);
     let x = numbers(&[7, 16], 2.0, bf16);
-    let config = Arc::new(LoraConfig {
+    let config = LoraConfig {
         init_lora_weights: InitLoraWeights::Random,
         ..LoraConfig::default()
-    });
-    let mut layer = Linear::dense(weight.shallow_clone(), None).unwrap();
-    layer
-        .add_adapter("layer", "a", &config, &AddOptions::default())
-        .unwrap();
-    layer.set_active_adapters(&["a"]);
-    let adapter = layer.lora_adapter("a").unwrap();
+    };
+    let host = Host::adapted(
+        Linear::dense(weight.shallow_clone(), None).unwrap(),
+        &config,
+    );
+    let layer = &host.layers[0].1;
+    let adapter = lora_adapter(layer, "a").unwrap();
     assert_eq!(adapter.a().kind(), Kind::Float);
     let y = layer.forward(&x).unwrap();
     assert_eq!(y.kind(), Kind::BFloat16);
@@ -204,13 +201,15 @@ fn beside_16_bit_weights_adapters_are_fp32_and_results_are_rounded_once() {
     y.to_kind(Kind::Float).sum(Kind::Float).backward();
     assert_eq!(adapter.a().grad().kind(), Kind::Float);
 
-    let mut layer = Linear::dense(weight, None).unwrap();
     let options = AddOptions {
         autocast_adapter_dtype: false,
         ..AddOptions::default()
     };
-    layer.add_adapter("layer", "a", &config, &options).unwrap();
-    assert_eq!(layer.lora_adapter("a").unwrap().a().kind(), Kind::BFloat16);
+    let mut host = self::host();
+    host.layers[0].1 = Linear::dense(weight, None).unwrap();
+    add_adapter(&mut host, "a", &all(4), &options).unwrap();
+    let adapter = lora_adapter(&host.layers[0].1, "a").unwrap();
+    assert_eq!(adapter.a().kind(), Kind::BFloat16);
 }
 
 #[test]
@@ -223,7 +222,7 @@ fn under_autocast_matmuls_have_its_dtype_and_gradients_that_of_the_adapter() {
     let layer = &host.layers[0].1;
     let exact = layer.forward(&x).unwrap();
     exact.sum(Kind::Float).backward();
-    let adapter = layer.lora_adapter("a").unwrap();
+    let adapter = lora_adapter(layer, "a").unwrap();
     let (dx, da) = (x.grad().copy(), adapter.a().grad().copy());
     let _ = x.grad().zero_();
     let _ = adapter.a().grad().zero_();
@@ -246,18 +245,15 @@ fn under_autocast_matmuls_have_its_dtype_and_gradients_that_of_the_adapter() {
 #[test]
 fn without_an_active_adapter_the_layer_computes_its_weight_alone() {
     let weight = numbers(&[12, 16], 1.0, F32);
-    let mut layer = Linear::dense(weight.shallow_clone(), None).unwrap();
+    let layer = Linear::dense(weight.shallow_clone(), None).unwrap();
     let x = numbers(&[7, 16], 2.0, F32);
     let expected = overdrive_fused::linear(&x, &weight, None).unwrap();
     assert_eq!(layer.dense_weight().unwrap().data_ptr(), weight.data_ptr());
-    let config = Arc::new(LoraConfig::default());
-    layer
-        .add_adapter("layer", "a", &config, &AddOptions::default())
-        .unwrap();
-    assert_eq!(layer.forward(&x).unwrap(), expected);
-    assert!(layer.dense_weight().is_some());
-    layer.set_active_adapters(&["a"]);
-    assert!(layer.dense_weight().is_none());
+    let mut host = Host::adapted(layer, &LoraConfig::default());
+    assert!(host.layer("layer").dense_weight().is_none());
+    set_adapter(&mut host, &[]).unwrap();
+    assert_eq!(host.layer("layer").forward(&x).unwrap(), expected);
+    assert!(host.layer("layer").dense_weight().is_some());
 }
 
 #[test]
@@ -296,6 +292,57 @@ fn initialisation_from_the_weight_keeps_the_output_of_the_layer() {
 }
 
 #[test]
+fn a_model_that_refuses_an_adapter_from_its_weights_keeps_every_bit_of_them() {
+    let dense = |outputs| Linear::dense(numbers(&[outputs, 64], 4.0, F32), None).unwrap();
+    let quantized = || {
+        let weight = numbers(&[12, 64], 5.0, F32);
+        let packed = QuantizedWeight::quantize(&weight, "int8-weight".parse().unwrap()).unwrap();
+        Linear::quantized(packed, None).unwrap()
+    };
+    let host = |last: Linear| {
+        let mut host = Host::new(&["layers.0.q", "layers.0.k"], 12, 64);
+        host.layers.push(("layers.0.last".to_owned(), last));
+        host
+    };
+    for init in [
+        InitLoraWeights::Pissa,
+        InitLoraWeights::Olora,
+        InitLoraWeights::Loftq(Default::default()),
+    ] {
+        let by = LoraConfig {
+            init_lora_weights: init,
+            ..all(4)
+        };
+        let copied = LoraConfig {
+            target_modules: Some(TargetModules::names(["q", "k"])),
+            modules_to_save: Some(vec!["last".to_owned()]),
+            ..by.clone()
+        };
+        // A rank that the last layer does not have, a copy that it cannot train, a weight that has no decomposition.
+        let mut cases = vec![
+            (host(dense(1)), &by, "`r` is 4 for `layers.0.last`"),
+            (host(quantized()), &copied, "`modules_to_save` is"),
+        ];
+        if init != InitLoraWeights::Olora {
+            cases.push((host(quantized()), &by, "`init_lora_weights` is"));
+        }
+        for (mut host, config, expected) in cases {
+            let weights = |host: &Host| -> Vec<Tensor> {
+                host.layers
+                    .iter()
+                    .map(|(_, own)| own.dense_copy())
+                    .collect()
+            };
+            let before = weights(&host);
+            let error = add_adapter(&mut host, "a", config, &AddOptions::default()).unwrap_err();
+            assert!(error.to_string().starts_with(expected), "{init}: {error}");
+            assert_eq!(weights(&host), before, "{init}: {expected}");
+            assert!(adapter_names(&mut host).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
 fn orthogonal_initialisation_gives_a_zero_change() {
     let mut host = host();
     let config = LoraConfig {
@@ -303,7 +350,7 @@ fn orthogonal_initialisation_gives_a_zero_change() {
         ..all(4)
     };
     add_adapter(&mut host, "a", &config, &AddOptions::default()).unwrap();
-    let adapter = host.layers[0].1.lora_adapter("a").unwrap();
+    let adapter = lora_adapter(&host.layers[0].1, "a").unwrap();
     let product = adapter.b().matmul(adapter.a()).detach();
     assert!(product.abs().max().double_value(&[]) < 1e-6);
     assert!(adapter.b().abs().max().double_value(&[]) > 0.01);
@@ -351,7 +398,7 @@ fn weighted_sums_of_adapters() {
     );
     let error = add_weighted_adapter(&mut host, "l", &[], Combination::Cat).unwrap_err();
     assert!(matches!(error, Error::NotCombinable { .. }), "{error}");
-    let a = host.layers[0].1.lora_adapter("cat").unwrap();
+    let a = lora_adapter(&host.layers[0].1, "cat").unwrap();
     assert_eq!(
         (a.rank(), a.scale(), a.a().requires_grad()),
         (5, 1.0, false)
@@ -373,15 +420,17 @@ fn a_sum_that_fails_leaves_no_adapter_behind() {
     assert_eq!(adapter_names(&mut host).unwrap(), ["a"]);
 
     // Only the last layer has a merged adapter.
-    host.layers[3]
-        .1
-        .merge_adapters("layers.0.small", &["a"], &Default::default())
-        .unwrap();
+    let mut last = Host {
+        layers: host.layers.split_off(3),
+        ..Host::default()
+    };
+    merge_adapters(&mut last, None, &Default::default()).unwrap();
+    host.layers.append(&mut last.layers);
     let cat = Combination::Cat;
     let error = add_weighted_adapter(&mut host, "sum", &[("a", 1.0)], cat).unwrap_err();
     assert!(matches!(error, Error::Merged { .. }), "{error}");
     assert_eq!(adapter_names(&mut host).unwrap(), ["a"]);
-    host.layers[3].1.unmerge_adapters().unwrap();
+    unmerge_adapters(&mut host).unwrap();
     add_weighted_adapter(&mut host, "sum", &[("a", 1.0)], cat).unwrap();
 }
 
@@ -532,23 +581,17 @@ fn quantized_weights_take_adapters() {
     let weight = numbers(&[32, 64], 1.0, F32);
     let packed = QuantizedWeight::quantize(&weight, "int8-weight".parse().unwrap()).unwrap();
     let dense = packed.dequantize(Kind::Float).unwrap();
-    let config = Arc::new(LoraConfig {
+    let config = LoraConfig {
         init_lora_weights: InitLoraWeights::Random,
         ..LoraConfig::default()
-    });
-    let layers = [
+    };
+    let hosts = [
         Linear::quantized(packed, None).unwrap(),
         Linear::dense(dense, None).unwrap(),
     ]
-    .map(|mut layer| {
-        layer
-            .add_adapter("layer", "a", &config, &AddOptions::default())
-            .unwrap();
-        layer.set_active_adapters(&["a"]);
-        layer
-    });
+    .map(|layer| Host::adapted(layer, &config));
     let x = numbers(&[7, 64], 2.0, F32);
-    let [y, expected] = layers.each_ref().map(|layer| layer.forward(&x).unwrap());
+    let [y, expected] = hosts.map(|host| host.layers[0].1.forward(&x).unwrap());
     // Sums of fp32 products in another order.
     assert!(distance(&y, &expected) < 1e-5);
 }

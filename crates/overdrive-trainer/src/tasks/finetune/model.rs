@@ -175,7 +175,7 @@ impl FinetuneModel {
 
     fn save_weights(&mut self, adapter: &Path, model: &Path) -> Result<()> {
         match self.has_adapter {
-            true => save_adapter(&mut self.model, ADAPTER, adapter)?,
+            true => save_adapter(&mut self.model, adapter, ADAPTER)?,
             false => self.model.save_pretrained(model, &SaveOptions::default())?,
         }
         Ok(())
