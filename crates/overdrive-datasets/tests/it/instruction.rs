@@ -527,7 +527,7 @@ fn data_without_an_answer_is_an_error() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("0 of 0 records") && error.starts_with("no data found in "),
+        error.contains("there are no records") && error.starts_with("no data found in "),
         "{error}"
     );
 }
