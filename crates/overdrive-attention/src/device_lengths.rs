@@ -33,7 +33,7 @@ impl DeviceLengths {
     /// not read them; the result for a number above S is undefined.
     ///
     /// # Errors
-    /// [`Error::Common`] for another shape; [`Error::Torch`] from libtorch.
+    /// [`Error::Common`] for another shape; [`Error::Tch`] from libtorch.
     pub fn new(counts: &Tensor, keys: &Tensor) -> Result<DeviceLengths> {
         let Some([batch, step]) = row_step(keys) else {
             let expected = "(B, heads, length, dim) whose rows are whole numbers of keys apart";

@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// libtorch refused an operation that tch binds.
     #[error(transparent)]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 
     /// libtorch refused an operation that goes through overdrive-sys.
     #[error(transparent)]

@@ -13,7 +13,7 @@ use crate::{Error, Layout, Result};
 /// log-sum-exp.
 ///
 /// # Errors
-/// [`Error::Merge`] if there are none or their numbers differ; [`Error::Torch`] if shapes differ.
+/// [`Error::Merge`] if there are none or their numbers differ; [`Error::Tch`] if shapes differ.
 ///
 /// ```
 /// use overdrive_attention::{AttentionOptions, Layout, attention, attention_with_lse, merge};

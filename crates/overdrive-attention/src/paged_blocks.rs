@@ -58,7 +58,7 @@ impl PagedBlocks<'_> {
     /// Returns a copy of the blocks `table`, i64 on their device: elements as they are, codes dequantized to `kind`.
     ///
     /// # Errors
-    /// [`Error::Torch`] for a block outside the pool, or if memory runs out.
+    /// [`Error::Tch`] for a block outside the pool, or if memory runs out.
     pub fn dense(&self, table: &Tensor, kind: Kind) -> Result<Tensor> {
         let Some(scales) = self.scales else {
             return Ok(self.elements.f_index_select(0, table)?);

@@ -53,7 +53,7 @@ impl PagedLayout {
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for a block size of 0, lists of different lengths, and a table that is too short;
-    /// [`Error::Torch`] if the device does not exist.
+    /// [`Error::Tch`] if the device does not exist.
     pub fn new(
         block_tables: Vec<Vec<u32>>,
         query_lengths: Vec<usize>,
@@ -129,7 +129,7 @@ impl PagedLayout {
     /// ([`is_read_by`](PagedLayout::is_read_by)); otherwise [`attention_paged`](crate::attention_paged) fails.
     ///
     /// # Errors
-    /// [`Error::PagedLayout`] for another dtype or shape; [`Error::Torch`] if memory runs out.
+    /// [`Error::PagedLayout`] for another dtype or shape; [`Error::Tch`] if memory runs out.
     pub fn of_device(
         blocks: &Tensor,
         key_starts: &Tensor,

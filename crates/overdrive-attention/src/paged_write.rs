@@ -34,7 +34,7 @@ impl PagedSlots {
     /// Creates it from slots of a pool on `device` whose blocks have `block_size` rows. No two slots may be the same.
     ///
     /// # Errors
-    /// [`Error::PagedLayout`] for a block size of 0; [`Error::Torch`] if the device does not exist.
+    /// [`Error::PagedLayout`] for a block size of 0; [`Error::Tch`] if the device does not exist.
     pub fn new(slots: Vec<usize>, block_size: usize, device: Device) -> Result<PagedSlots> {
         if block_size == 0 {
             return Err(Error::PagedLayout {

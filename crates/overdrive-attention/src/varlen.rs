@@ -93,7 +93,7 @@ impl PackedLengths {
     /// Returns a copy on another device. Copies to a GPU are asynchronous.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the device does not exist.
+    /// [`Error::Tch`] if the device does not exist.
     pub fn to_device(&self, device: Device) -> Result<PackedLengths> {
         let moved = |bounds: &Tensor| match bounds.device() {
             Device::Cpu => Ok(to_device(bounds.shallow_clone(), device)?),

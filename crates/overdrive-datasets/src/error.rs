@@ -230,7 +230,7 @@ pub enum Error {
     /// An error of libtorch.
     #[cfg(feature = "tch")]
     #[error("libtorch could not make a batch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 
     /// A batch could not be copied to a device.
     #[cfg(feature = "tch")]

@@ -181,7 +181,7 @@ fn assign_owners(groups: &[ParamGroup], ranks: usize) -> Vec<Vec<usize>> {
 fn as_optim(error: crate::Error) -> overdrive_optim::Error {
     match error {
         crate::Error::Optim(error) => error,
-        other => overdrive_optim::Error::Torch(tch::TchError::Torch(other.to_string())),
+        other => overdrive_optim::Error::Tch(tch::TchError::Torch(other.to_string())),
     }
 }
 

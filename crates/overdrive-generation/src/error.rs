@@ -255,7 +255,7 @@ pub enum Error {
     Graph(Box<overdrive_graphs::Error>),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 impl From<overdrive_nn::Error> for Error {

@@ -172,7 +172,7 @@ pub enum Error {
     LinearAttention(#[from] overdrive_linear_attention::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 /// The result of a cache operation.

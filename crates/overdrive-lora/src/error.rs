@@ -162,7 +162,7 @@ pub enum Error {
     File(#[from] overdrive_safetensors::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 /// The tensors of an adapter's file that do not fit the model. Printed, it names three of each kind.
@@ -231,7 +231,7 @@ impl From<overdrive_nn::Error> for Error {
         match error {
             overdrive_nn::Error::Common(error) => Error::Common(error),
             overdrive_nn::Error::Quantization(error) => Error::Quantization(error),
-            overdrive_nn::Error::Torch(error) => Error::Torch(error),
+            overdrive_nn::Error::Tch(error) => Error::Tch(error),
             overdrive_nn::Error::Adapter(error) => match error.downcast::<Error>() {
                 Ok(own) => *own,
                 Err(other) => Error::Nn(overdrive_nn::Error::Adapter(other)),
@@ -247,7 +247,7 @@ impl From<Error> for overdrive_nn::Error {
             Error::Common(error) => overdrive_nn::Error::Common(error),
             Error::Nn(error) => error,
             Error::Quantization(error) => overdrive_nn::Error::Quantization(error),
-            Error::Torch(error) => overdrive_nn::Error::Torch(error),
+            Error::Tch(error) => overdrive_nn::Error::Tch(error),
             other => overdrive_nn::Error::Adapter(Box::new(other)),
         }
     }

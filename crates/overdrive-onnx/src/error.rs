@@ -43,7 +43,7 @@ pub enum Error {
     Quantization(#[from] overdrive_quantization::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 /// The result of this crate's functions.

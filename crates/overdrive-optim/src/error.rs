@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// An error of tch.
     #[error(transparent)]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 
     /// An error of libtorch through overdrive-sys.
     #[error(transparent)]

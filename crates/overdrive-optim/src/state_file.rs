@@ -90,7 +90,7 @@ fn not_a_state(path: &Path, reason: impl Into<Box<dyn std::error::Error + Send +
 fn file_error(path: &Path, error: overdrive_safetensors::Error) -> Error {
     match error {
         overdrive_safetensors::Error::Common(error) => error.into(),
-        overdrive_safetensors::Error::Torch(error) => error.into(),
+        overdrive_safetensors::Error::Tch(error) => error.into(),
         // The message of a bad file already names the path.
         overdrive_safetensors::Error::BadFile { reason, .. } => {
             Common::parse("safetensors", path)(reason).into()

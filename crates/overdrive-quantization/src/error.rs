@@ -55,7 +55,7 @@ pub enum Error {
     File(#[from] overdrive_safetensors::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 impl Error {

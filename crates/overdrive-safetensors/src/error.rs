@@ -72,5 +72,5 @@ pub enum Error {
     Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }

@@ -162,7 +162,7 @@ pub enum Error {
     Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
     /// The thread that writes snapshots has ended.
     #[error("the thread that writes snapshots has ended; open the folder again")]
     WriterEnded,

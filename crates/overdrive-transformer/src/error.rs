@@ -116,7 +116,7 @@ pub enum Error {
     Cache(#[from] overdrive_kv_cache::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Tch(#[from] tch::TchError),
 }
 
 /// The result of this crate's functions.
@@ -129,7 +129,7 @@ impl From<overdrive_safetensors::Error> for Error {
             // The two kinds that a caller handles are variants of this crate's own.
             File::Common(error) => Error::Common(error),
             File::BadFile { path, reason } => Error::BadWeightFile { path, reason },
-            File::Torch(error) => Error::Torch(error),
+            File::Tch(error) => Error::Tch(error),
             other => Error::WeightFile(other),
         }
     }

@@ -119,7 +119,7 @@ impl PagedCache {
     ///
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range
-    /// ([`PagedCacheConfig::validate`]); [`Error::Torch`] if memory runs out.
+    /// ([`PagedCacheConfig::validate`]); [`Error::Tch`] if memory runs out.
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
         // One block more than the tables use: it belongs to the rows of a captured step without a sequence.

@@ -213,7 +213,7 @@ impl PagedCache {
     /// Allocates the inputs of decoding steps of up to `rows` sequences with up to `longest` tokens each.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with recurrent layers, whose states move between steps; [`Error::Torch`] if memory runs out.
+    /// [`Error::Unsupported`] with recurrent layers, whose states move between steps; [`Error::Tch`] if memory runs out.
     pub fn decode_inputs(&self, rows: usize, longest: usize) -> Result<PagedDecodeInputs> {
         if self.config().recurrent_layers() > 0 {
             return Err(Error::Unsupported {
