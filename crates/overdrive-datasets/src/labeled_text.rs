@@ -276,7 +276,7 @@ mod tests {
             |name, content: &str, labels| open(name, content, labels).unwrap_err().to_string();
         let column = message("rows.csv", "title,label\nx,1\n", None);
         assert!(
-            column.starts_with("`column` is text; it must be one of title, label"),
+            column.starts_with("`text_column` is text; it must be one of title, label"),
             "{column}"
         );
         let own = ["yes".to_owned()];

@@ -263,7 +263,7 @@ fn one_text_trains_alike_out_of_lines_json_and_csv() {
             ..arguments(folder.path(), name, &content)
         };
         let (_, said) = prepare(folder.path(), &arguments).unwrap();
-        assert!(said.contains("40 records of 1 files"), "{name}: {said}");
+        assert!(said.contains("40 records of 1 file,"), "{name}: {said}");
         losses.push(train(folder.path(), &arguments).losses);
     }
     for other in &losses[1..] {
@@ -495,7 +495,7 @@ fn folders_of_one_kind_are_records_and_others_text() {
     // A pattern is as good as a folder.
     arguments.data = vec![parts.join("*.jsonl")];
     let (_, said) = prepare(folder.path(), &arguments).unwrap();
-    assert!(said.contains("30 records of 1 files"), "{said}");
+    assert!(said.contains("30 records of 1 file,"), "{said}");
     fs::write(parts.join("notes.md"), lines(9)).unwrap();
     arguments.data = vec![parts];
     let (data, said) = prepare(folder.path(), &arguments).unwrap();

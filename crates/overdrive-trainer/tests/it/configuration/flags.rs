@@ -174,7 +174,7 @@ fn the_help_shows_every_presets_value() {
         "Number of optimizer steps [default: tiny 600, small 1000]",
         "Seed of the weights, the order of the data and the samples [default: 42]",
         "Vocabulary size of the tokenizer that is trained [default: tiny 4096, small 8192]",
-        "--no-fp16",
+        "--no-auto-precision",
         "--gradient-accumulation-steps <N>",
     ] {
         assert!(help.contains(part), "{part} is missing in {help}");
