@@ -59,6 +59,7 @@ enum Stage {
 
 /// The result of [`GradScaler::step`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StepOutcome {
     /// The parameters were updated.
     Stepped,
