@@ -71,7 +71,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     Ok(match ended {
         Ok(LaunchOutcome::Finished) => RunEnd::Finished,
         Ok(LaunchOutcome::Saved) => RunEnd::Saved,
-        Ok(LaunchOutcome::NotSaved) => RunEnd::NotSaved,
+        Ok(_) => RunEnd::NotSaved,
         // They did not fail: the second Ctrl-C has killed them.
         Err(Error::Launched { .. }) if kill.load(Ordering::SeqCst) => RunEnd::NotSaved,
         Err(Error::Common(

@@ -65,6 +65,9 @@ pub struct GradientAccumulator<S = SingleProcess> {
     terms: Vec<(Tensor, u64)>,
     /// If `true`, the caller has marked the next backward as the last of the window.
     next_is_last: bool,
+    /// If `true`, a backward or a step has begun and not ended: nobody knows which gradients and parameters it has
+    /// changed.
+    failed: bool,
 }
 
 /// The report of one optimizer step.
@@ -136,6 +139,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             micro_batches: 0,
             terms: Vec::new(),
             next_is_last: false,
+            failed: false,
         })
     }
 
@@ -153,9 +157,11 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// `gradient_accumulation_steps`, as at the end of the data.
     ///
     /// # Errors
-    /// [`Error::WindowOpen`] if the previous one was not stepped; [`Error::Terms`] if the micro-batches
-    /// have different numbers of terms; [`Error::Sync`].
+    /// [`Error::WindowOpen`] if the previous one was not stepped; [`Error::Failed`] after a failed one;
+    /// [`Error::Terms`] if the micro-batches have different numbers of terms; [`Error::Common`] if their sum
+    /// exceeds a `u64`; [`Error::Sync`].
     pub fn open(&mut self, window: Window) -> Result<()> {
+        self.check_not_failed()?;
         if self.micro_batches > 0 {
             return Err(Error::WindowOpen {
                 seen: self.micro_batches,
@@ -171,7 +177,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             });
         }
         // Summed once per window, so that backward needs no communication for the counts.
-        let totals = window.totals().into_iter();
+        let totals = window.totals()?.into_iter();
         let totals = totals.map(|count| self.sync.sum_count(count));
         let totals = totals.collect::<std::result::Result<_, _>>();
         self.window = Some((window, totals.map_err(sync_error)?));
@@ -186,7 +192,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// # Errors
     /// [`Error::Common`] if the loss does not have one element; [`Error::NoGradient`] if it requires no gradient;
     /// [`Error::NotAnnounced`] without a window; [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After
-    /// an error of libtorch, such as out of memory, [`abandon`](Self::abandon) the window before the next backward.
+    /// an error of libtorch, such as out of memory, every call returns [`Error::Failed`] until
+    /// [`abandon`](Self::abandon).
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         self.backward_terms(&[loss])
     }
@@ -252,9 +259,13 @@ impl<S: GradientSync> GradientAccumulator<S> {
         pass: impl FnOnce(f64) -> std::result::Result<Tensor, E>,
     ) -> std::result::Result<(), E> {
         let (factor, count) = self.next_factor()?;
+        self.check_not_failed()?;
+        self.failed = true;
         let loss = pass(factor)?;
         check_scalars(&[&loss])?;
-        Ok(self.record(&[&loss], &[count])?)
+        self.record(&[&loss], &[count])?;
+        self.failed = false;
+        Ok(())
     }
 
     /// Returns the factor and the count of the next micro-batch, whose loss has one term.
@@ -270,28 +281,34 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// `tokens` tokens. For data whose counts are not known beforehand.
     ///
     /// # Errors
-    /// As [`backward`](Self::backward); [`Error::Announced`] if a window is open.
+    /// As [`backward`](Self::backward); [`Error::Announced`] if a window is open; [`Error::Common`] if the tokens of
+    /// the window exceed a `u64`.
     pub fn backward_counted(&mut self, loss_sum: &Tensor, tokens: u64) -> Result<()> {
         if self.window.is_some() {
             return Err(Error::Announced);
         }
         check_scalars(&[loss_sum])?;
+        sum_of_counts(self.terms.iter().map(|(_, count)| *count).chain([tokens]))?;
         // `step` divides the gradients of the sums.
         self.accumulate(loss_sum, &[loss_sum], &[tokens])
     }
 
     fn accumulate(&mut self, loss: &Tensor, terms: &[&Tensor], counts: &[u64]) -> Result<()> {
         check_requires_grad(loss)?;
+        self.check_not_failed()?;
         // Scaled last: the weight may be tiny, and the scaler keeps the product in the range of fp16.
         let loss = match &mut self.scaler {
             Some(scaler) => scaler.scale(loss)?,
             None => loss.shallow_clone(),
         };
         let last = self.sync_gradients();
+        self.failed = true;
         self.sync.before_backward(&loss, last).map_err(sync_error)?;
         loss.f_backward()?;
         // Only after a successful backward: a failed micro-batch does not count.
-        self.record(terms, counts)
+        self.record(terms, counts)?;
+        self.failed = false;
+        Ok(())
     }
 
     /// Applies the gradients of the window and drops them.
@@ -299,12 +316,23 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// Synchronizes with the device only with a scaler, in order to report whether it stepped.
     ///
     /// # Errors
-    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::Sync`], and the errors of scaler,
-    /// clipping and optimizer.
+    /// [`Error::NothingAccumulated`] and [`Error::WindowIncomplete`], which change nothing; [`Error::Sync`], and the
+    /// errors of scaler, clipping and optimizer. The latter come in the middle of a step, which cannot be repeated:
+    /// every call returns [`Error::Failed`] until [`abandon`](Self::abandon).
     pub fn step<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<AccumulatedStep> {
+        self.check_not_failed()?;
         if self.micro_batches == 0 {
             return Err(Error::NothingAccumulated);
         }
+        if let Some((window, _)) = &self.window
+            && self.micro_batches < window.counts().len()
+        {
+            return Err(Error::WindowIncomplete {
+                announced: window.counts().len(),
+                seen: self.micro_batches,
+            });
+        }
+        self.failed = true;
         let parameters = optimizer.parameters();
         let totals = self.synchronize(&parameters)?;
         // Without tokens all gradients are zero, but AdamW would still move the weights by its momentum
@@ -327,13 +355,19 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok(report)
     }
 
-    /// Drops the current window and its gradients, for example after running out of memory.
+    /// Drops the current window, its gradients, and what scaler and synchronization remember of it, for example after
+    /// running out of memory. If the optimizer itself failed, it may have updated some of the parameters.
     ///
     /// # Errors
     /// [`Error::Optimizer`] with libtorch's error.
     pub fn abandon<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<()> {
+        optimizer.zero_grad()?;
+        if let Some(scaler) = &mut self.scaler {
+            scaler.abandon();
+        }
+        self.sync.abandon();
         self.reset();
-        Ok(optimizer.zero_grad()?)
+        Ok(())
     }
 
     /// Marks the next backward as the last of its window, although fewer than
@@ -459,14 +493,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// (times the scaler's scale), and returns the counts of all processes, term by term.
     fn synchronize(&mut self, parameters: &[Tensor]) -> Result<Vec<u64>> {
         match &self.window {
-            Some((window, totals)) => {
-                let announced = window.counts().len();
-                if self.micro_batches < announced {
-                    return Err(Error::WindowIncomplete {
-                        announced,
-                        seen: self.micro_batches,
-                    });
-                }
+            Some((_, totals)) => {
                 let totals = totals.clone();
                 self.sync.synchronize(parameters).map_err(sync_error)?;
                 Ok(totals)
@@ -510,7 +537,8 @@ impl<S: GradientSync> GradientAccumulator<S> {
         let stepped = match scaler.step(optimizer)? {
             StepOutcome::Stepped => true,
             StepOutcome::SkippedNonFinite => false,
-            StepOutcome::DecidedOnDevice => !scaler.found_inf(optimizer)?,
+            // Decided on the device.
+            _ => !scaler.found_inf(optimizer)?,
         };
         scaler.update()?;
         Ok((grad_norm, stepped))
@@ -524,7 +552,15 @@ impl<S: GradientSync> GradientAccumulator<S> {
         means.try_fold(first, |loss, mean| Ok(loss.f_add(&mean?)?))
     }
 
+    fn check_not_failed(&self) -> Result<()> {
+        match self.failed {
+            true => Err(Error::Failed),
+            false => Ok(()),
+        }
+    }
+
     fn reset(&mut self) {
+        self.failed = false;
         self.window = None;
         self.micro_batches = 0;
         self.terms.clear();
@@ -539,6 +575,15 @@ fn check_scalars(terms: &[&Tensor]) -> Result<()> {
     };
     let expected = "one element: the sum over the tokens (Reduction::Sum)";
     Err(overdrive_core::Error::shape("loss", wrong.size(), expected).into())
+}
+
+/// Returns the sum of the counts of one term in a window.
+pub(crate) fn sum_of_counts(counts: impl IntoIterator<Item = u64>) -> Result<u64> {
+    let mut counts = counts.into_iter();
+    counts.try_fold(0u64, u64::checked_add).ok_or_else(|| {
+        let expected = format!("at most {} in one window", u64::MAX);
+        overdrive_core::Error::option("the sum of the counts", "larger", expected).into()
+    })
 }
 
 /// Checks that backward reaches a parameter, which libtorch reports without saying what to do.

@@ -99,8 +99,12 @@ impl DeviceAccumulator {
         })
     }
 
-    /// Discards the losses of a window that failed. The gradients remain: drop them with the optimizer's `zero_grad`.
-    pub fn abandon(&mut self) {
+    /// Drops the current window and its gradients, for example after running out of memory.
+    ///
+    /// # Errors
+    /// [`Error::Optimizer`] with libtorch's error.
+    pub fn abandon<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<()> {
         self.totals = None;
+        Ok(optimizer.zero_grad()?)
     }
 }

@@ -80,6 +80,12 @@ pub enum Error {
     )]
     OwnPass,
 
+    /// A call after a backward or a step that failed halfway.
+    #[error(
+        "a backward or step of this window failed, and its gradients are incomplete or already changed; call abandon before the next window"
+    )]
+    Failed,
+
     /// A step was requested without a backward since the last step.
     #[error(
         "step was called without a backward since the last step: there are no gradients to apply"

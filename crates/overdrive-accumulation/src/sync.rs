@@ -37,6 +37,9 @@ pub trait GradientSync {
     /// # Errors
     /// Any error of communication.
     fn synchronize(&mut self, parameters: &[Tensor]) -> Result<(), SyncError>;
+
+    /// Forgets the window, which failed: its [`synchronize`](Self::synchronize) does not follow, or has failed.
+    fn abandon(&mut self) {}
 }
 
 /// The synchronization of a single process, which does nothing.

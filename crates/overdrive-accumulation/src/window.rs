@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 use tch::Tensor;
 
 use crate::Result;
+use crate::accumulator::sum_of_counts;
 
 /// The counts by which the losses of one optimizer step are divided. They are known before its first
 /// micro-batch runs.
@@ -50,9 +51,10 @@ impl Window {
     }
 
     /// Returns the count of each term over all micro-batches.
-    pub(crate) fn totals(&self) -> Vec<u64> {
-        let total = |term: usize| self.counts.iter().filter_map(|c| c.get(term)).sum();
-        (0..self.terms()).map(total).collect()
+    pub(crate) fn totals(&self) -> Result<Vec<u64>> {
+        let counts = |term: usize| self.counts.iter().filter_map(move |c| c.get(term).copied());
+        let totals = (0..self.terms()).map(|term| sum_of_counts(counts(term)));
+        totals.collect()
     }
 }
 

@@ -53,6 +53,7 @@ pub(crate) enum State {
 
 /// The cause for which a group has failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Failure {
     /// The ranks at fault, as far as is known.
     pub ranks: Vec<usize>,

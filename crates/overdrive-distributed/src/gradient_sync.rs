@@ -65,6 +65,10 @@ impl GradientSync for &DistributedDataParallel {
         }
         Ok(self.copy_buffers()?)
     }
+
+    fn abandon(&mut self) {
+        self.disarm();
+    }
 }
 
 /// As for a reference, for an accumulator that owns the wrapper.
@@ -83,6 +87,10 @@ impl GradientSync for DistributedDataParallel {
 
     fn synchronize(&mut self, parameters: &[Tensor]) -> std::result::Result<(), SyncError> {
         (&*self).synchronize(parameters)
+    }
+
+    fn abandon(&mut self) {
+        (&*self).abandon();
     }
 }
 

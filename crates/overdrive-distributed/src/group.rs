@@ -347,9 +347,8 @@ impl ProcessGroup {
         self.shared.config.backend
     }
 
-    /// Returns the group's store, for keys of the caller's own; `None` in a world of one.
-    #[must_use]
-    pub fn store(&self) -> Option<&Store> {
+    /// Returns the group's store; `None` in a world of one.
+    pub(crate) fn store(&self) -> Option<&Store> {
         self.shared
             .connected
             .as_ref()

@@ -26,6 +26,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The outcome of a launch without errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LaunchOutcome {
     /// Every process exited successfully.
     Finished,

@@ -1,6 +1,5 @@
 //! Reductions of scalars over the ranks: losses, norms, decisions.
 
-use overdrive_optim::ClipOptions;
 use tch::{Kind, Tensor};
 
 use crate::{Backend, ProcessGroup, ReduceOp, Result};
@@ -41,23 +40,6 @@ impl ProcessGroup {
     /// As [`sum`](Self::sum).
     pub fn sums_of(&self, values: &[f64]) -> Result<Vec<f64>> {
         self.reduce_scalars(values, ReduceOp::Sum)
-    }
-
-    /// Returns `world_size / tokens of all ranks`, the factor for the **sum** of this rank's losses. With it,
-    /// the mean of the gradients over the ranks is the gradient of the mean loss over all tokens. `tokens` is
-    /// the number of this rank's tokens in the whole step. Returns 0 if no rank has a token.
-    ///
-    /// [`GradientAccumulator`](overdrive_accumulation::GradientAccumulator) applies this factor itself.
-    ///
-    /// # Errors
-    /// As [`sum`](Self::sum).
-    pub fn token_weight(&self, tokens: u64) -> Result<f64> {
-        let total = self.sum(tokens as f64)?;
-        Ok(if total > 0.0 {
-            self.world_size() as f64 / total
-        } else {
-            0.0
-        })
     }
 
     /// Returns the mean of `value` over the ranks, for example of losses over equally many tokens.
@@ -114,28 +96,6 @@ impl ProcessGroup {
     /// As [`sum`](Self::sum).
     pub fn all(&self, value: bool) -> Result<bool> {
         Ok(self.min(f64::from(u8::from(value)))? > 0.0)
-    }
-
-    /// Reduces the `found_inf` flag of a gradient scaler over the ranks, in place and without a device
-    /// sync: 1 or more if any rank found an infinity or NaN. After the backward of
-    /// `DistributedDataParallel` this is not needed: its sums carry an infinity of one rank to all.
-    ///
-    /// # Errors
-    /// As [`sum`](Self::sum).
-    pub fn agree_on_found_inf(&self, found_inf: &Tensor) -> Result<()> {
-        self.all_reduce(found_inf, ReduceOp::Max)
-    }
-
-    /// Returns the total norm of gradients that are sharded over the ranks: `parameters` is this rank's
-    /// shard, and each element is on one rank only. (After `DistributedDataParallel` each rank has all
-    /// gradients; [`overdrive_optim::grad_norm`] is their norm.)
-    ///
-    /// # Errors
-    /// As [`sum`](Self::sum) and [`overdrive_optim::grad_norm`].
-    pub fn sharded_grad_norm(&self, parameters: &[Tensor]) -> Result<f64> {
-        let norm = overdrive_optim::grad_norm(parameters, ClipOptions::default())?;
-        let norm = norm.f_double_value(&[])?;
-        Ok(self.sum(norm * norm)?.sqrt())
     }
 
     fn reduced(&self, value: f64, op: ReduceOp) -> Result<f64> {

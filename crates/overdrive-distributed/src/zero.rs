@@ -36,21 +36,19 @@ use crate::{ProcessGroup, ReduceOp, Result};
 pub struct ZeroRedundancyOptimizer<O> {
     group: ProcessGroup,
     id: OptimizerId,
-    /// The optimizer of this rank's shard; `None` if this rank has no parameter.
-    inner: Option<O>,
+    /// The optimizer of this rank's shard. It has all groups, so that it knows their learning rates; those of which this
+    /// rank steps nothing are empty.
+    inner: O,
     /// Every parameter with the rank that steps it, for each parameter group.
     owned: Vec<Vec<(usize, Tensor)>>,
-    /// For each parameter group, the index of its shard in `inner`; `None` if this rank has no shard of it.
-    inner_groups: Vec<Option<usize>>,
-    learning_rates: Vec<f64>,
     /// If `true`, the optimizers of all ranks support `step_scaled`. The shards of two ranks may have different
     /// optimizers, and a gradient scaler issues other collectives for one that supports it.
     supports_step_scaled: bool,
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
-    /// Shards the parameters and builds the optimizer of this rank's shard. All ranks pass the same groups;
-    /// the parameters of a group may be in any order.
+    /// Shards the parameters and builds the optimizer of this rank's shard, from groups of which some may be empty. All
+    /// ranks pass the same groups; the parameters of a group may be in any order.
     ///
     /// # Errors
     /// Those of `build`.
@@ -67,7 +65,6 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         let owners = assign_owners(&groups, group.world_size());
         let mut owned = Vec::new();
         let mut own_groups = Vec::new();
-        let mut inner_groups = Vec::new();
         for (number, mut whole) in groups.into_iter().enumerate() {
             let all = std::mem::take(&mut whole.parameters);
             let mut with_owner = Vec::new();
@@ -79,35 +76,22 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
                 }
             }
             owned.push(with_owner);
-            inner_groups.push((!whole.parameters.is_empty()).then_some(own_groups.len()));
-            if !whole.parameters.is_empty() {
-                own_groups.push(whole);
-            }
+            own_groups.push(whole);
         }
-        let inner = if own_groups.is_empty() {
-            None
-        } else {
-            Some(build(own_groups)?)
-        };
-        // A rank without a shard steps nothing, whatever the scale.
-        let own = inner.as_ref().is_none_or(Optimizer::supports_step_scaled);
-        let mut optimizer = Self {
+        let inner = build(own_groups)?;
+        Ok(Self {
             group: group.clone(),
             id: OptimizerId::unique(),
-            supports_step_scaled: group.all(own)?,
+            supports_step_scaled: group.all(inner.supports_step_scaled())?,
             inner,
-            learning_rates: vec![0.0; owned.len()],
             owned,
-            inner_groups,
-        };
-        optimizer.synchronize_learning_rates()?;
-        Ok(optimizer)
+        })
     }
 
-    /// Returns the optimizer of this rank's shard; `None` if there are fewer parameters than ranks.
+    /// Returns the optimizer of this rank's shard.
     #[must_use]
-    pub fn inner(&self) -> Option<&O> {
-        self.inner.as_ref()
+    pub fn inner(&self) -> &O {
+        &self.inner
     }
 
     /// Returns the number of elements that this rank steps.
@@ -117,25 +101,6 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         all.filter(|(owner, _)| *owner == self.group.rank())
             .map(|(_, tensor)| tensor.numel())
             .sum()
-    }
-
-    /// Reduces the learning rates over the ranks.
-    fn synchronize_learning_rates(&mut self) -> Result<()> {
-        let own = self.inner.as_ref().map(Optimizer::learning_rates);
-        for (number, inner_group) in self.inner_groups.iter().enumerate() {
-            let known = inner_group.and_then(|index| own.as_ref()?.get(index).copied());
-            // A rank without a shard of a group does not know its learning rate; the maximum skips it.
-            self.learning_rates[number] = known.unwrap_or(f64::NEG_INFINITY);
-        }
-        let rates = Tensor::f_from_slice(&self.learning_rates)?.f_to_device(self.device())?;
-        self.group.all_reduce(&rates, ReduceOp::Max)?;
-        self.learning_rates = Vec::<f64>::try_from(rates)?;
-        Ok(())
-    }
-
-    fn device(&self) -> tch::Device {
-        let first = self.owned.iter().flatten().next();
-        first.map_or(tch::Device::Cpu, |(_, tensor)| tensor.device())
     }
 
     /// Broadcasts each parameter from the rank that stepped it.
@@ -208,9 +173,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     }
 
     fn step(&mut self) -> overdrive_optim::Result<()> {
-        if let Some(inner) = &mut self.inner {
-            inner.step()?;
-        }
+        self.inner.step()?;
         self.broadcast_parameters().map_err(as_optim)
     }
 
@@ -233,10 +196,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
             grad_scale: scaling.grad_scale,
             found_inf: &found_inf,
         };
-        let done = match &mut self.inner {
-            Some(inner) => inner.step_scaled(&agreed)?,
-            None => true,
-        };
+        let done = self.inner.step_scaled(&agreed)?;
         if done {
             self.broadcast_parameters().map_err(as_optim)?;
         }
@@ -252,54 +212,20 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     }
 
     fn learning_rates(&self) -> Vec<f64> {
-        self.learning_rates.clone()
+        self.inner.learning_rates()
     }
 
     fn set_learning_rates(&mut self, learning_rates: &[f64]) -> overdrive_optim::Result<()> {
-        if learning_rates.len() != self.inner_groups.len() {
-            return Err(overdrive_optim::Error::LearningRateCount {
-                given: learning_rates.len(),
-                groups: self.inner_groups.len(),
-            });
-        }
-        let mut own = Vec::new();
-        for (rate, inner_group) in learning_rates.iter().zip(&self.inner_groups) {
-            if inner_group.is_some() {
-                own.push(*rate);
-            }
-        }
-        if let Some(inner) = &mut self.inner {
-            inner.set_learning_rates(&own)?;
-        }
-        self.learning_rates = learning_rates.to_vec();
-        Ok(())
+        self.inner.set_learning_rates(learning_rates)
     }
 
     /// Returns the state of this rank's shard; every rank stores its own, in a file of its own.
     fn state_dict(&self) -> overdrive_optim::Result<StateDict> {
-        match &self.inner {
-            Some(inner) => inner.state_dict(),
-            None => Ok(StateDict {
-                tensors: std::collections::BTreeMap::new(),
-                metadata: serde_json::Value::Null,
-            }),
-        }
+        self.inner.state_dict()
     }
 
     /// Restores this rank's shard, as the same rank of a group of the same size stored it.
     fn load_state_dict(&mut self, state: &StateDict) -> overdrive_optim::Result<()> {
-        match &mut self.inner {
-            Some(inner) => {
-                inner.load_state_dict(state)?;
-                for (number, inner_group) in self.inner_groups.iter().enumerate() {
-                    let rates = inner.learning_rates();
-                    if let Some(rate) = inner_group.and_then(|index| rates.get(index)) {
-                        self.learning_rates[number] = *rate;
-                    }
-                }
-                Ok(())
-            }
-            None => Ok(()),
-        }
+        self.inner.load_state_dict(state)
     }
 }

@@ -102,8 +102,7 @@ where
     /// [`Error::Work`] with the error of the loss function, [`Error::NoGradient`], and errors of libtorch.
     pub fn run(&mut self) -> Result<DeviceStep> {
         // A step that failed halfway, or the caller's own backward, may have left gradients.
-        self.accumulator.abandon();
-        self.optimizer.zero_grad()?;
+        self.accumulator.abandon(&mut self.optimizer)?;
         for tensors in &self.inputs {
             let loss = (self.loss)(tensors).map_err(|source| Error::Work {
                 source: source.into(),

@@ -256,7 +256,8 @@ impl StaticCache {
     }
 
     fn check_room(&self, held: i64, new: i64) -> Result<()> {
-        if held + new > self.config.max_len {
+        // A sum could exceed an `i64`.
+        if new > self.config.max_len - held {
             return Err(Error::Full {
                 capacity: self.config.max_len,
                 held,

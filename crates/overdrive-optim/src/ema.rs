@@ -434,10 +434,13 @@ impl EmaGuard<'_> {
 
     fn put_back(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
+        let mut result = Ok(());
+        // All of them, whatever becomes of one: training would go on from the averages.
         for (weight, backup) in self.ema.weights.iter().zip(self.backup.drain(..)) {
-            weight.shallow_clone().f_copy_(&backup)?;
+            let copied = weight.shallow_clone().f_copy_(&backup);
+            result = result.and(copied.map(drop));
         }
-        Ok(())
+        Ok(result?)
     }
 }
 

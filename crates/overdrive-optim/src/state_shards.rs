@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use tch::Tensor;
 
 use crate::state_metadata::mismatch;
@@ -113,7 +113,7 @@ fn parameter_of<'a>(key: &'a str, parameters: &BTreeSet<String>) -> Option<&'a s
     ends.into_iter().find(|name| parameters.contains(*name))
 }
 
-/// Returns the metadata of the parameters in `own`; `None` if there is none of them.
+/// Returns the metadata without the parameters that are not in `own`; `None` if it is not that of an optimizer.
 fn restricted(metadata: Value, prefix: &str, own: &BTreeSet<String>) -> Option<Value> {
     let Value::Object(mut fields) = metadata else {
         return None;
@@ -123,21 +123,22 @@ fn restricted(metadata: Value, prefix: &str, own: &BTreeSet<String>) -> Option<V
             let metadata = restricted(metadata, &format!("{prefix}{name}{SEPARATOR}"), own)?;
             Some((name, metadata))
         });
-        let inner: Map<String, Value> = inner.collect();
-        return (!inner.is_empty()).then_some(Value::Object(inner));
+        return Some(Value::Object(inner.collect()));
     }
     let keep = |names: Option<&mut Value>| {
-        let names = names.and_then(Value::as_array_mut)?;
-        names.retain(|name| {
-            let name = name.as_str().unwrap_or_default();
-            own.contains(&format!("{prefix}{name}"))
-        });
-        Some(names.len())
+        if let Some(names) = names.and_then(Value::as_array_mut) {
+            names.retain(|name| {
+                let name = name.as_str().unwrap_or_default();
+                own.contains(&format!("{prefix}{name}"))
+            });
+        }
     };
     keep(fields.get_mut(WITHOUT_STATE));
-    let groups = fields.get_mut(GROUPS).and_then(Value::as_array_mut)?;
-    groups.retain_mut(|group| keep(group.get_mut(PARAMETERS)).is_some_and(|names| names > 0));
-    (!groups.is_empty()).then_some(Value::Object(fields))
+    // A group may be empty on this rank, which knows its learning rate nevertheless.
+    for group in fields.get_mut(GROUPS).and_then(Value::as_array_mut)? {
+        keep(group.get_mut(PARAMETERS));
+    }
+    Some(Value::Object(fields))
 }
 
 /// Joins the metadata of two shards of one optimizer.

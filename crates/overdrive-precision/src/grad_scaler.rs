@@ -59,6 +59,7 @@ enum Stage {
 
 /// The result of [`GradScaler::step`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StepOutcome {
     /// The parameters were updated.
     Stepped,
@@ -205,6 +206,12 @@ impl GradScaler {
             grad_scale,
             found_inf: &found_inf,
         })?)
+    }
+
+    /// Forgets the unscaling and the steps since the last [`update`](Self::update), and leaves the scale: for a step that
+    /// failed, such as for lack of memory. Drop the gradients too, which may be unscaled already.
+    pub fn abandon(&mut self) {
+        self.optimizers.clear();
     }
 
     /// Updates the scale: it shrinks if any optimizer found an infinity, and grows after `growth_interval` steps
@@ -384,7 +391,7 @@ impl GradScaler {
         }))
     }
 
-    /// Loads a saved state.
+    /// Loads a saved state. A step that has begun is abandoned, as by [`abandon`](Self::abandon).
     ///
     /// # Errors
     /// [`Error::Disabled`] for a disabled scaler; [`overdrive_core::Error::InvalidOption`] if a value is out of range.
@@ -415,6 +422,7 @@ impl GradScaler {
         };
         self.initial = (state.scale, state.growth_tracker);
         self.monitor.restart_at(state.scale);
+        self.abandon();
         Ok(())
     }
 

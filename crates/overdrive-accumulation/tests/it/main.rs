@@ -5,5 +5,6 @@ mod batch_plan;
 mod batch_size_search;
 mod big_batch;
 mod errors;
+mod failures;
 mod sync;
 mod terms;

@@ -177,6 +177,7 @@ fn worker() {
     }
     match scenario.as_str() {
         "too_early" => too_early(&group),
+        "abandoned" => abandoned(&group),
         "agreement" => agreement(&group),
         "save" => save(&group),
         "resume" => resume(&group),
@@ -260,14 +261,48 @@ fn a_micro_batch_that_would_be_reduced_too_early_is_an_error() {
     );
 }
 
+/// The last backward of a window fails before it reaches a parameter.
+fn abandoned(group: &ProcessGroup) {
+    let model = Model::new();
+    let ddp =
+        DistributedDataParallel::from_var_store(group, &model.store, DdpConfig::default()).unwrap();
+    let groups = decay_groups(model.store.variables(), 0.1);
+    let mut optimizer = AdamW::new(groups, AdamWConfig::default()).unwrap();
+    let config = AccumulationConfig {
+        gradient_accumulation_steps: 2,
+        ..AccumulationConfig::default()
+    };
+    let mut accumulator = GradientAccumulator::with_sync(config, &ddp).unwrap();
+    let loss = |number| model.loss_sum(0, number, 5, true);
+    accumulator.backward_counted(&loss(0), 5).unwrap();
+    let product = loss(1).square();
+    let mut wrong = product.exp();
+    let failing = &wrong * 2.0;
+    // `exp` has kept its result for its gradient.
+    let _ = tch::no_grad(|| wrong.f_add_scalar_(1.0)).unwrap();
+    accumulator.backward_counted(&failing, 5).unwrap_err();
+    accumulator.abandon(&mut optimizer).unwrap();
+
+    for number in [0, 1] {
+        accumulator.backward_counted(&loss(number), 5).unwrap();
+    }
+    let step = accumulator.step(&mut optimizer).unwrap();
+    write(group, &step.total_tokens.to_string());
+}
+
+#[test]
+fn the_window_after_an_abandoned_one_is_reduced_as_any_other() {
+    let outcome = launch(module_path!(), "abandoned", 2);
+    outcome.launched.as_ref().unwrap();
+    assert_eq!(outcome.rank(1), "20");
+}
+
 fn agreement(group: &ProcessGroup) {
     let rank = group.rank() as f64;
     let sums = group
         .sums([rank, 1.0, f64::from(u8::from(group.rank() == 1))])
         .unwrap();
     assert_eq!(sums, [3.0, 3.0, 1.0]);
-    assert_eq!(group.token_weight(group.rank() as u64).unwrap(), 1.0);
-    assert_eq!(group.token_weight(0).unwrap(), 0.0);
     let text = group
         .broadcast_object(&format!("of rank {}", group.rank()), 2)
         .unwrap();

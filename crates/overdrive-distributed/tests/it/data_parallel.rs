@@ -233,6 +233,7 @@ fn worker() {
         "scaler" => scaler(&group),
         "scaled_muon" => scaled_muon(&group),
         "unscaled" => unscaled(&group),
+        "few" => few(&group),
         "mismatch" => mismatch(&group),
         "forgotten" => forgotten(&group),
         other => panic!("no scenario {other}"),
@@ -519,6 +520,42 @@ fn no_rank_takes_a_scaled_step_that_another_one_cannot_take() {
     let numbers = outcome.numbers(0);
     assert_eq!(numbers, outcome.numbers(1));
     assert_eq!((numbers.len(), numbers[0]), (17, 0.0));
+}
+
+/// A matrix for rank 0, nothing for rank 1, and a group without parameters.
+fn few(group: &ProcessGroup) {
+    let new = || {
+        let matrix = pattern(&[4, 4], 1.0).set_requires_grad(true);
+        let groups = vec![
+            ParamGroup::new("all", vec![("matrix".to_owned(), matrix)]),
+            ParamGroup::new("none", Vec::new()),
+        ];
+        let build = |own| AdamW::new(own, AdamWConfig::default());
+        ZeroRedundancyOptimizer::new(group, groups, build).unwrap()
+    };
+    let mut saved = new();
+    let mut numbers = saved.learning_rates();
+    saved.set_learning_rates(&[0.25, 0.5]).unwrap();
+    let state = saved.state_dict().unwrap();
+    // As for another number of ranks.
+    let gathered = new().state_dict().unwrap().gather([saved.state_dict()]);
+    for state in [state, gathered.unwrap()] {
+        let mut loaded = new();
+        loaded.load_state_dict(&state).unwrap();
+        numbers.extend(loaded.learning_rates());
+    }
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn every_rank_saves_and_loads_the_learning_rates_of_all_groups() {
+    let outcome = launch(module_path!(), "few", 2);
+    outcome.launched.as_ref().unwrap();
+    let initial = AdamWConfig::default().learning_rate;
+    for rank in 0..2 {
+        let expected = [initial, initial, 0.25, 0.5, 0.25, 0.5];
+        assert_eq!(outcome.numbers(rank), expected);
+    }
 }
 
 fn mismatch(group: &ProcessGroup) {

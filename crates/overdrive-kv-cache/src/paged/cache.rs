@@ -192,7 +192,8 @@ impl PagedCache {
     /// last [`slack`](PagedCacheConfig::slack) tokens.
     ///
     /// # Errors
-    /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`], [`Error::StateDropped`].
+    /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`], [`Error::StateDropped`]; [`Error::Unsupported`] for a
+    /// sequence of a step that was [launched](crate::PagedDecodeStep::launch), until [`land`](PagedCache::land).
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         if let Some(state) = self.states.sequences.get_mut(&id) {
             self.states.pool.truncate(state, to_i64(len))?;

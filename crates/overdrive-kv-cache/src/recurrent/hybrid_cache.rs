@@ -239,20 +239,25 @@ impl KvCache for HybridCache {
     }
 
     fn reorder(&mut self, rows: &Tensor) -> Result<()> {
-        self.attention.reorder(rows)?;
         self.cancel();
         let order: Vec<i64> = Vec::try_from(rows.f_to_device(tch::Device::Cpu)?)?;
         let state = |row: i64| self.rows.get(usize::try_from(row).ok()?);
-        let mut reordered = Vec::with_capacity(order.len());
-        for row in order {
-            // The attention's cache has checked the indices; it may be empty.
-            let Some(state) = state(row) else { continue };
-            reordered.push(self.pool.fork(state)?);
+        let mut unused = Vec::with_capacity(order.len());
+        // The attention's cache checks the indices; it may be empty. It is last, because it cannot be undone.
+        let mut forks = order.into_iter().filter_map(state);
+        let reordered = forks
+            .try_for_each(|state| {
+                unused.push(self.pool.fork(state)?);
+                Ok(())
+            })
+            .and_then(|()| self.attention.reorder(rows));
+        if reordered.is_ok() {
+            std::mem::swap(&mut self.rows, &mut unused);
         }
-        for state in std::mem::replace(&mut self.rows, reordered) {
+        for state in unused {
             self.pool.release(state);
         }
-        Ok(())
+        reordered
     }
 
     fn fork(&self) -> Result<Box<dyn KvCache>> {

@@ -233,7 +233,13 @@ impl StatePool {
             let inputs = inputs.map(|inputs| inputs.narrow(start, tokens));
             Ok((tokens, inputs.collect::<Result<Vec<_>>>()?))
         });
-        let cut = cut.collect::<Result<Vec<_>>>()?;
+        let cut = match cut.collect::<Result<Vec<_>>>() {
+            Ok(cut) => cut,
+            Err(error) => {
+                self.cancel(step);
+                return Err(error);
+            }
+        };
         for (state, (advance, (tokens, inputs))) in
             sequences.into_iter().zip(step.sequences.iter().zip(cut))
         {
@@ -261,12 +267,15 @@ impl StatePool {
             }
             state.slot = Some(advance.to);
             state.len += tokens;
-            self.bring_forward(state)?;
+            // It only saves memory. The step is complete: its tokens must not advance the state again, as they would
+            // after an error. The next step tries again.
+            let _brought_forward = self.bring_forward(state);
         }
         Ok(())
     }
 
-    /// Computes a later earlier state if many tokens were kept since, so that their number stays bounded.
+    /// Computes a later earlier state if many tokens were kept since, so that their number stays bounded. An error leaves
+    /// the earlier state as it was.
     fn bring_forward(&mut self, state: &mut SequenceState) -> Result<()> {
         let (len, slack) = (state.len, self.slack);
         let Some(earlier) = &mut state.earlier else {
@@ -276,21 +285,36 @@ impl StatePool {
         if earlier.steps.is_empty() || slack == 0 || tokens < slack.max(MOST_KEPT) {
             return Ok(());
         }
-        let to = match earlier.slot {
-            Some(slot) => slot,
-            None => self.take()?,
-        };
+        let rest = |all: DeltaRuleStep| all.narrow(tokens, slack);
+        let (slot, steps) = self.replay(earlier, tokens, rest)?;
+        self.free.extend(earlier.slot.replace(slot));
+        (earlier.len, earlier.steps) = (earlier.len + tokens, steps);
+        Ok(())
+    }
+
+    /// Computes the state `tokens` after an earlier one again, and returns its slot, which is new, and what is to be kept
+    /// of the inputs of each layer since the earlier one.
+    fn replay(
+        &mut self,
+        earlier: &Earlier,
+        tokens: i64,
+        kept: impl Fn(DeltaRuleStep) -> Result<DeltaRuleStep>,
+    ) -> Result<(i64, Vec<Vec<DeltaRuleStep>>)> {
+        let to = self.take()?;
         let advance = StateSlot {
             from: earlier.slot,
             to,
         };
-        for (layer, steps) in earlier.steps.iter_mut().enumerate() {
+        let layers = earlier.steps.iter().enumerate().map(|(layer, steps)| {
             let all = joined(steps)?;
             let _outputs = self.run(layer, &[advance], &[0, tokens], &all.narrow(0, tokens)?)?;
-            *steps = vec![all.narrow(tokens, slack)?];
+            Ok(vec![kept(all)?])
+        });
+        let steps = layers.collect::<Result<_>>();
+        if steps.is_err() {
+            self.free.push(to);
         }
-        (earlier.len, earlier.slot) = (earlier.len + tokens, Some(to));
-        Ok(())
+        Ok((to, steps?))
     }
 
     /// Discards a step.
@@ -325,18 +349,13 @@ impl StatePool {
             (state.len, state.slot, state.earlier) = (len, slot, None);
             return Ok(());
         }
-        let Some(to) = state.slot.filter(|_| !earlier.steps.is_empty()) else {
+        if earlier.steps.is_empty() {
             return Err(dropped(state));
-        };
-        let advance = StateSlot {
-            from: earlier.slot,
-            to,
-        };
-        for (layer, steps) in earlier.steps.iter_mut().enumerate() {
-            let inputs = joined(steps)?.narrow(0, tokens)?;
-            let _outputs = self.run(layer, &[advance], &[0, tokens], &inputs)?;
-            *steps = vec![inputs];
         }
+        let first = |all: DeltaRuleStep| all.narrow(0, tokens);
+        let (slot, steps) = self.replay(earlier, tokens, first)?;
+        earlier.steps = steps;
+        self.free.extend(state.slot.replace(slot));
         state.len = len;
         Ok(())
     }
@@ -347,12 +366,12 @@ impl StatePool {
             None => None,
             Some(from) => {
                 let to = self.take()?;
-                for states in self.layers.iter().flatten() {
-                    for pool in [&states.inputs, &states.recurrent] {
-                        pool.f_narrow(0, to, 1)?
-                            .f_copy_(&pool.f_narrow(0, from, 1)?)?;
-                    }
+                let mut pools = self.layers.iter().flatten();
+                let copied = pools.try_for_each(|states| states.copy(from, to));
+                if copied.is_err() {
+                    self.free.push(to);
                 }
+                copied?;
                 Some(to)
             }
         };
@@ -443,6 +462,14 @@ impl StatePool {
 }
 
 impl LayerStates {
+    fn copy(&self, from: i64, to: i64) -> Result<()> {
+        for pool in [&self.inputs, &self.recurrent] {
+            pool.f_narrow(0, to, 1)?
+                .f_copy_(&pool.f_narrow(0, from, 1)?)?;
+        }
+        Ok(())
+    }
+
     /// Allocates the states of `slots` sequences for a layer with these inputs.
     fn new(slots: i64, inputs: &DeltaRuleStep) -> Result<LayerStates> {
         let (mixed, heads) = (&inputs.mixed, inputs.heads);
@@ -500,5 +527,55 @@ mod tests {
             assert!(StatePool::slots_of(sequences as u64 + 1) > slots);
         }
         assert_eq!(StatePool::slots_of(u64::MAX), u64::MAX);
+    }
+
+    /// Two tokens of a layer with one head.
+    fn two_tokens(number: i64) -> DeltaRuleStep {
+        let heads = crate::DeltaRuleHeads {
+            keys: 1,
+            key_dim: 2,
+            values: 1,
+            value_dim: 2,
+        };
+        let values = |columns: i64| {
+            let all = Tensor::arange(2 * columns, (Kind::Float, tch::Device::Cpu));
+            ((all + number * 7).sin() * 0.5).view([2, columns])
+        };
+        DeltaRuleStep {
+            mixed: values(heads.width()),
+            convolution: Tensor::ones([heads.width(), 3], (Kind::Float, tch::Device::Cpu)),
+            decay: -values(1).abs(),
+            beta: values(1).sigmoid(),
+            heads,
+            options: Default::default(),
+        }
+    }
+
+    #[test]
+    fn inputs_that_cannot_be_computed_again_leave_the_state_as_it_is() {
+        let states = [false, true].map(|spoil| {
+            let (mut pool, mut state) = (StatePool::new(1, 1), SequenceState::default());
+            for number in 0..60 {
+                let mut step = pool.begin([(&state, 2)]).unwrap();
+                let _output = pool.advance(&mut step, 0, two_tokens(number)).unwrap();
+                pool.commit(step, [&mut state]).unwrap();
+                if spoil && number == 9 {
+                    state.earlier.as_mut().unwrap().steps[0][0].decay = Tensor::new();
+                }
+                assert_eq!(state.len(), 2 * (number + 1));
+                let used = pool.slots - i64::try_from(pool.free.len()).unwrap();
+                assert!(used <= 2, "{used}");
+            }
+            let sequences = [state];
+            let before = pool.states(0, &sequences).unwrap().unwrap();
+            let [mut state] = sequences;
+            assert_eq!(pool.truncate(&mut state, 119).is_err(), spoil);
+            assert_eq!(state.len(), if spoil { 120 } else { 119 });
+            if spoil {
+                assert_eq!(pool.states(0, &[state]).unwrap().unwrap(), before);
+            }
+            before
+        });
+        assert_eq!(states[0], states[1]);
     }
 }

@@ -258,6 +258,8 @@ fn rows_are_reordered_forked_saved_and_loaded_with_their_states() {
     let _outputs = run(&mut cache, &rows(0..5));
     let mut fork = cache.fork().unwrap();
 
+    // The rows stay where the attention's cache refuses an index.
+    cache.reorder(&Tensor::from_slice(&[1i64, 2])).unwrap_err();
     cache.reorder(&Tensor::from_slice(&[1i64, 0, 1])).unwrap();
     let three = joined(&[(&b, 5..9), (&a, 5..9), (&b, 5..9)], 0);
     let outputs = run(&mut cache, &three);

@@ -170,6 +170,7 @@ fn appending_beyond_the_end_is_refused_and_changes_nothing() {
     ));
     assert!(error.to_string().contains("2 more do not fit"));
     assert!(cache.advance(2).is_err());
+    assert!(cache.advance(i64::MAX).is_err());
     assert_eq!(cache.len(), 3);
     let one = three.narrow(2, 0, 1);
     cache.append(0, &one, &one).unwrap();

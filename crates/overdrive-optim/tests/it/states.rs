@@ -328,6 +328,23 @@ fn the_warm_up_of_decays_equals_that_of_diffusers() {
 }
 
 #[test]
+fn the_guard_restores_every_weight_that_it_can() {
+    let [mut first, mut second] =
+        [3, 4].map(|size| Tensor::ones([size], (Kind::Float, tch::Device::Cpu)));
+    let named = vec![
+        ("first".to_owned(), first.shallow_clone()),
+        ("second".to_owned(), second.shallow_clone()),
+    ];
+    let mut ema = Ema::new(named, EmaConfig::default()).unwrap();
+    let _ = second.fill_(5.0);
+    let guard = ema.apply().unwrap();
+    assert_eq!(second.double_value(&[0]), 1.0);
+    let _ = first.resize_([7]);
+    guard.restore().unwrap_err();
+    assert_eq!(second.double_value(&[0]), 5.0);
+}
+
+#[test]
 fn the_guard_restores_the_weights_also_after_a_panic() {
     let weights = ema_weights();
     let mut weight = weights[0].1.shallow_clone();

@@ -128,7 +128,7 @@ impl GgufValue {
         }
     }
 
-    /// Returns the numbers of an array of integers; `None` for unsigned integers of 64 bits and other types.
+    /// Returns the numbers of an array of integers; `None` if one exceeds an `i64`, and for other types.
     pub fn as_i64s(&self) -> Option<Vec<i64>> {
         fn all<T: Copy + Into<i64>>(numbers: &[T]) -> Option<Vec<i64>> {
             Some(numbers.iter().map(|&n| n.into()).collect())
@@ -143,6 +143,7 @@ impl GgufValue {
             GgufArray::I16(numbers) => all(numbers),
             GgufArray::U32(numbers) => all(numbers),
             GgufArray::I32(numbers) => all(numbers),
+            GgufArray::U64(numbers) => numbers.iter().map(|&n| n.try_into().ok()).collect(),
             GgufArray::I64(numbers) => all(numbers),
             _ => None,
         }

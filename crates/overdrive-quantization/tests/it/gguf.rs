@@ -31,6 +31,13 @@ fn same(a: &Tensor, b: &Tensor) -> bool {
 }
 
 #[test]
+fn arrays_of_every_integer_type_are_read_as_single_numbers_are() {
+    let array = |numbers: &[u64]| GgufValue::Array(GgufArray::U64(numbers.to_vec())).as_i64s();
+    assert_eq!(array(&[1, 1 << 40]).unwrap(), [1, 1 << 40]);
+    assert_eq!(array(&[1, u64::MAX]), None);
+}
+
+#[test]
 fn numbers_of_every_type_equal_those_of_the_gguf_package() {
     let file = GgufFile::open(fixture("types.gguf")).unwrap();
     let mut names = 0;

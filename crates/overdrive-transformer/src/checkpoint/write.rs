@@ -1,6 +1,6 @@
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 use overdrive_core::{Error as Common, files};
 use serde_json::{Map, Value};
@@ -44,7 +44,7 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
     let Written { tensors, layout } = quantized::written(contents)?;
     let written = write_weights(dir, tensors, options)?;
-    // Only after the new weights are complete, so that a reader can use the old ones until then.
+    // Only after the new weights are complete: an old single file is valid until then.
     remove_stale(dir, &written)?;
 
     if let Some(generation) = &contents.generation {
@@ -62,7 +62,9 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
     write_json(dir, "config.json", &Value::Object(config))
 }
 
-/// Writes one file, or shards with their index, and returns their names.
+/// Writes one file, or shards with their index, and returns their names. All are complete before one of them replaces a
+/// file of an older save. Old and new shards may have the same names, so there is no index while they are replaced: a
+/// folder without it cannot be loaded, while one with the old index would be loaded as a mixture.
 fn write_weights(
     dir: &Path,
     tensors: Vec<(String, Tensor)>,
@@ -90,6 +92,7 @@ fn write_weights(
         weight_map: [].into(),
     };
     let mut written = BTreeSet::new();
+    let unfinished = files::unfinished_folder(dir.join(SINGLE))?;
     for (number, group) in groups.into_iter().enumerate() {
         let file = if count == 1 {
             SINGLE.to_owned()
@@ -101,15 +104,33 @@ fn write_weights(
         }
         // transformers refuses a file without this key.
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-        overdrive_safetensors::write(dir.join(&file), &group, &metadata)?;
+        overdrive_safetensors::write(unfinished.path().join(&file), &group, &metadata)?;
         written.insert(file);
     }
+    if count > 1 {
+        remove_index(dir)?;
+    }
+    for file in &written {
+        let path = dir.join(file);
+        fs::rename(unfinished.path().join(file), &path).map_err(Common::io("write", &path))?;
+    }
+    files::sync_folder(dir)?;
     if count > 1 {
         let value = serde_json::to_value(&index).map_err(Common::parse("JSON", dir.join(INDEX)))?;
         write_json(dir, INDEX, &value)?;
         written.insert(INDEX.to_owned());
     }
     Ok(written)
+}
+
+fn remove_index(dir: &Path) -> Result<()> {
+    let path = dir.join(INDEX);
+    match fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Common::io("replace", path)(error).into())
+        }
+        _ => Ok(files::sync_folder(dir)?),
+    }
 }
 
 /// Removes the weight files of an older save, which a reader might prefer to the new ones.

@@ -63,6 +63,15 @@ pub(super) struct PreparedSequence {
     pub(super) copy: Option<(BlockId, BlockId)>,
 }
 
+/// Returns the error of a call that waits for [`BlockTables::land`].
+fn launched(what: &'static str) -> Error {
+    Error::Unsupported {
+        cache: "a paged cache",
+        what,
+        hint: "call `land` first, which ends it",
+    }
+}
+
 /// The sequences, their tables and the pool of blocks.
 #[derive(Debug)]
 pub(super) struct BlockTables {
@@ -141,6 +150,10 @@ impl BlockTables {
     }
 
     pub(super) fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        // The commit would give back its table of before.
+        if self.launched.iter().any(|new| new.id == id) {
+            return Err(launched("truncate a sequence of a launched step"));
+        }
         let held = self.len(id)?;
         if len > held {
             let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
@@ -196,11 +209,7 @@ impl BlockTables {
         new_tokens: &[(SequenceId, &[i64])],
     ) -> Result<Vec<PreparedSequence>> {
         if !self.launched.is_empty() {
-            return Err(Error::Unsupported {
-                cache: "a paged cache",
-                what: "begin a step while another is launched",
-                hint: "call `land` first, which ends it",
-            });
+            return Err(launched("begin a step while another is launched"));
         }
         let mut seen = HashSet::new();
         let mut needed = 0_usize;

@@ -295,6 +295,26 @@ fn the_whole_pool_can_be_refilled_after_a_cut_in_the_middle_of_a_full_block() {
 }
 
 #[test]
+fn a_sequence_of_a_launched_step_is_not_cut_before_it_lands() {
+    let mut tables = BlockTables::new(8, 2, false);
+    let [one, other] = [0, 0].map(|namespace| {
+        let (id, _) = tables.add(namespace, &[1, 2, 3, 4]);
+        let prepared = tables.prepare(&[(id, &[1, 2, 3, 4])]).unwrap();
+        tables.commit(prepared);
+        id
+    });
+    let prepared = tables.prepare(&[(one, &[5])]).unwrap();
+    tables.launch(prepared);
+    let error = tables.truncate(one, 1).unwrap_err().to_string();
+    assert!(error.contains("call `land` first"), "{error}");
+    tables.truncate(other, 2).unwrap();
+    tables.land(|_| Some(5));
+    assert_eq!(tables.tokens(one).unwrap(), [1, 2, 3, 4, 5]);
+    tables.truncate(one, 1).unwrap();
+    assert_eq!(tables.blocks() - tables.available(), 2);
+}
+
+#[test]
 fn namespaces_share_no_blocks() {
     const TOKENS: [i64; 5] = [1, 2, 3, 4, 5];
     let mut tables = BlockTables::new(8, 2, true);
