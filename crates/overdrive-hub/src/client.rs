@@ -131,7 +131,10 @@ impl<'a> Client<'a> {
             if !failure.transient || failures >= self.options.retries {
                 return Err(failure.error);
             }
-            let doubled = self.options.retry_pause * (1 << failures.min(3));
+            let doubled = self
+                .options
+                .retry_pause
+                .saturating_mul(1 << failures.min(3));
             std::thread::sleep(failure.pause.unwrap_or(doubled).min(MAX_PAUSE));
             failures += 1;
         }

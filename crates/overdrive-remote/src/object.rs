@@ -390,7 +390,7 @@ impl Retries {
                 other => other,
             });
         }
-        tokio::time::sleep(self.pause * (1 << self.failures.min(3))).await;
+        tokio::time::sleep(self.pause.saturating_mul(1 << self.failures.min(3))).await;
         self.left -= 1;
         self.failures += 1;
         Ok(())
