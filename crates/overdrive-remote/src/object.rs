@@ -76,7 +76,7 @@ pub(crate) struct Object {
     pub(crate) bytes: u64,
     /// The ETag, or the time of the last change.
     pub(crate) version: String,
-    etag: Option<String>,
+    pub(crate) etag: Option<String>,
 }
 
 impl Server {
