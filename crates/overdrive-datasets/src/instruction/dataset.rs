@@ -487,6 +487,23 @@ impl Dataset for InstructionDataset {
             .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        // Cached examples are on this machine.
+        if self.examples.is_some() {
+            return;
+        }
+        let mut of_files = vec![Vec::new(); self.files.len()];
+        for position in indices
+            .iter()
+            .filter_map(|&index| self.position(index).ok())
+        {
+            of_files[position.file].push(position.record);
+        }
+        for (file, records) in self.files.iter().zip(of_files) {
+            file.prefetch(&records);
+        }
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         match self.examples {
             // With cached examples, the records are not read again.

@@ -243,6 +243,10 @@ impl Dataset for ImageCaptionDataset {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.rows.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.rows.check_unchanged()
     }
