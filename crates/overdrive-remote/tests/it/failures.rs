@@ -298,12 +298,12 @@ fn a_failure_of_a_request_ahead_is_not_that_of_a_later_read() {
     let path = open(&server.url("a"), &options).unwrap();
     let source = registered_source(&path).unwrap();
     is_down.store(true, Ordering::SeqCst);
-    source.prefetch(&[8192..8193]);
+    source.prefetch(&[8192..8193, 8200..8201]);
     // The read waits for the request ahead, makes its own, and returns the failure of that one.
     let mut byte = [0];
     assert!(source.read_at(8192, &mut byte).is_err());
     assert_eq!(server.reads().len(), 2);
-    source.prefetch(&[8192..8193]);
+    source.prefetch(&[8192..8193, 8200..8201]);
     while server.reads().len() < 3 {
         std::thread::yield_now();
     }
