@@ -83,10 +83,10 @@ fn the_description_beside_the_records_of_a_data_set_is_no_text_to_train_on() {
         said
     };
     let said = corpus(std::slice::from_ref(&data));
-    assert!(said.contains("40 records of 1 files"), "{said}");
+    assert!(said.contains("40 records of 1 file"), "{said}");
     // A file that is named is data, and so is a folder of text with a table in it.
     let said = corpus(&[data.join("README.md")]);
-    assert!(said.contains("1 files"), "{said}");
+    assert!(said.contains("1 file,"), "{said}");
     std::fs::write(data.join("notes.txt"), &rows).unwrap();
     let said = corpus(&[data]);
     assert!(said.contains("4 files"), "{said}");
