@@ -43,6 +43,7 @@ mod file_map;
 pub mod files;
 pub mod gpu_peaks;
 mod lock;
+mod network;
 mod output;
 mod panic;
 mod print;
@@ -56,6 +57,7 @@ pub use check::{
 };
 pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE};
 pub use error::{Error, Result};
+pub use network::is_loopback;
 pub use output::{OutputFolder, UnfinishedOutput, check_not_read, is_same_file};
 pub use panic::panic_text;
 pub use print::{print_error_line, print_line};

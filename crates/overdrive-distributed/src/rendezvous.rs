@@ -2,6 +2,8 @@
 
 use std::str::FromStr;
 
+use overdrive_core::is_loopback;
+
 use crate::{Error, Result};
 
 /// torchrun's default port.
@@ -275,13 +277,6 @@ impl Rendezvous {
     pub(crate) fn is_loopback(&self) -> bool {
         is_loopback(&self.master_addr)
     }
-}
-
-fn is_loopback(address: &str) -> bool {
-    address == "localhost"
-        || address
-            .parse::<std::net::IpAddr>()
-            .is_ok_and(|address| address.is_loopback())
 }
 
 fn contradiction(problem: String) -> Error {

@@ -4,6 +4,7 @@
 //! models--ORG--NAME/refs/main              the commit of the branch
 //! models--ORG--NAME/blobs/ETAG             the content of a file
 //! models--ORG--NAME/snapshots/COMMIT/FILE  a link to the content
+//! models--ORG--NAME/listings/COMMIT.json   the names of all files that the hub has; only this crate knows it
 //! .locks/models--ORG--NAME/ETAG.lock       the lock of a download
 //! ```
 //!
@@ -15,10 +16,31 @@ use std::path::{Path, PathBuf};
 use overdrive_core::files::{self, folder_of};
 use overdrive_core::{Error as Common, Result};
 
+use crate::client::Listing;
 use crate::name::{HubName, is_commit};
 
 /// The depth to which the folders of a repository are searched for files.
 const MAX_DEPTH: usize = 4;
+
+/// A snapshot in the cache, which may have only some of the files.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    pub(crate) folder: PathBuf,
+    /// The names of the files that the hub has or, without its listing, of those in the cache.
+    pub(crate) files: Vec<String>,
+    /// `true` if `files` is the listing of the hub.
+    pub(crate) is_listed: bool,
+}
+
+impl Snapshot {
+    /// Checks that the cache has the content of files, or returns the clause that names the first one that is missing.
+    pub(crate) fn check(&self, files: &[String]) -> std::result::Result<(), String> {
+        match files.iter().find(|file| !self.folder.join(file).exists()) {
+            Some(file) => Err(format!("{file} is not")),
+            None => Ok(()),
+        }
+    }
+}
 
 /// The part of the cache that belongs to one repository.
 #[derive(Debug)]
@@ -71,12 +93,45 @@ impl RepositoryCache {
         files::write(&path, commit.as_bytes())
     }
 
-    /// Returns the names of the files of a snapshot whose content is in the cache.
-    pub(crate) fn files(&self, commit: &str) -> Vec<String> {
-        let mut names = Vec::new();
-        list(&self.snapshot(commit), "", 0, &mut names);
-        names.sort();
-        names
+    /// Returns the snapshot that a revision had when it was last downloaded; `None` if the cache has nothing of it.
+    pub(crate) fn stored(&self, revision: &str) -> Option<Snapshot> {
+        let commit = self.commit(revision)?;
+        let folder = self.snapshot(&commit);
+        let mut files = Vec::new();
+        list(&folder, "", 0, &mut files);
+        files.sort();
+        if files.is_empty() {
+            return None;
+        }
+        let listing = self.listing(&commit);
+        Some(Snapshot {
+            folder,
+            is_listed: listing.is_some(),
+            files: listing.unwrap_or(files),
+        })
+    }
+
+    fn listing_path(&self, commit: &str) -> PathBuf {
+        self.folder.join("listings").join(format!("{commit}.json"))
+    }
+
+    fn listing(&self, commit: &str) -> Option<Vec<String>> {
+        serde_json::from_slice(&fs::read(self.listing_path(commit)).ok()?).ok()
+    }
+
+    /// Stores the names of the files that the hub has. Without them the hub is asked again, so an error, as of a cache
+    /// that may only be read, is none of the download.
+    pub(crate) fn set_listing(&self, listing: &Listing) {
+        let path = self.listing_path(&listing.commit);
+        if self.listing(&listing.commit).as_ref() == Some(&listing.files) {
+            return;
+        }
+        let text = serde_json::json!(listing.files).to_string();
+        let written =
+            make_folder(folder_of(&path)).and_then(|()| files::write(&path, text.as_bytes()));
+        if let Err(error) = written {
+            tracing::debug!("the list of files is not kept: {error}");
+        }
     }
 
     /// Links the file `name` of a snapshot to its content, or moves the content there if the file system has no links.

@@ -107,7 +107,7 @@ impl<'a> Client<'a> {
             .timeout_recv_response(Some(options.etag_timeout))
             .timeout_per_read(Some(options.download_timeout))
             .tls_config(tls.build());
-        if is_loopback(&options.endpoint) {
+        if overdrive_core::is_loopback(&options.endpoint) {
             config = config.proxy(None);
         }
         Client {
@@ -131,7 +131,10 @@ impl<'a> Client<'a> {
             if !failure.transient || failures >= self.options.retries {
                 return Err(failure.error);
             }
-            let doubled = self.options.retry_pause * (1 << failures.min(3));
+            let doubled = self
+                .options
+                .retry_pause
+                .saturating_mul(1 << failures.min(3));
             std::thread::sleep(failure.pause.unwrap_or(doubled).min(MAX_PAUSE));
             failures += 1;
         }
@@ -374,13 +377,6 @@ fn joined(url: &str, location: &str) -> String {
         "{}/{location}",
         path.rsplit_once('/').map_or(path, |(folder, _)| folder)
     )
-}
-
-fn is_loopback(endpoint: &str) -> bool {
-    let host = endpoint.split("://").nth(1).unwrap_or_default();
-    ["localhost", "127.", "[::1]"]
-        .iter()
-        .any(|start| host.starts_with(start))
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 use std::path::{Path, PathBuf};
 
-use crate::cache::RepositoryCache;
-use crate::client::{Client, Listing};
-use crate::dataset_files::{Choice, choose, is_data, shards_missing};
+use crate::cache::Snapshot;
+use crate::dataset_files::{Choice, choose, is_data, shard_missing};
 use crate::download::{Download, Meter};
-use crate::name::{HubName, RepositoryKind, is_commit, is_repository_part, is_revision};
+use crate::locate::locate;
+use crate::name::{HubName, RepositoryKind, is_repository_part, is_revision};
 use crate::{Error, HubOptions, Result};
 
 /// The description of a dataset, which lists its configurations.
@@ -41,33 +41,13 @@ pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec
     let Some(name) = DatasetName::parse(&text) else {
         return Err(Error::NoSuchPath { name: text });
     };
-    let cache = RepositoryCache::new(&options.cache, &name.hub);
-    let cached = in_cache(&cache, &name);
-    if options.offline {
-        return cached.map_err(|missing| Error::Offline {
-            name: text,
-            missing,
-            cache: options.cache.clone(),
-        });
-    }
-    // A commit does not change.
-    if let (true, Ok(paths)) = (is_commit(name.hub.revision()), &cached) {
-        return Ok(paths.clone());
-    }
-    let client = Client::new(options, &name.hub);
-    let listing = match &cached {
-        // With a cached copy, requests to a hub that does not answer are not retried.
-        Ok(_) => client.listing().map_err(|failure| failure.error),
-        Err(_) => client.repeat(|| client.listing()),
-    };
-    match (listing, cached) {
-        (Ok(listing), _) => download(&client, &name, &listing, &cache, options),
-        (Err(error @ (Error::Unreachable { .. } | Error::Status { .. })), Ok(paths)) => {
-            tracing::warn!("{error}. Using the cached copy of `{text}`");
-            Ok(paths)
-        }
-        (Err(error), _) => Err(error.of_name(&text)),
-    }
+    locate(
+        &text,
+        &name.hub,
+        options,
+        |snapshot| in_cache(snapshot, &name),
+        |download| complete(download, &name, options),
+    )
 }
 
 /// Returns the data of a training run with each name of a dataset on the hub replaced by the paths of its files
@@ -168,61 +148,54 @@ impl DatasetName {
     }
 }
 
-/// Returns the paths of a complete split in the cache, or the error's clause that names what is missing.
-fn in_cache(
-    cache: &RepositoryCache,
-    name: &DatasetName,
-) -> std::result::Result<Vec<PathBuf>, String> {
-    let absent = || format!("`{}` is not", name.hub.repository);
-    let commit = cache.commit(name.hub.revision()).ok_or_else(absent)?;
-    let (snapshot, files) = (cache.snapshot(&commit), cache.files(&commit));
-    if files.is_empty() {
-        return Err(absent());
+/// Returns the paths of a complete split in the cache, or the clause that names what is missing.
+fn in_cache(snapshot: &Snapshot, name: &DatasetName) -> std::result::Result<Vec<PathBuf>, String> {
+    let files = &snapshot.files;
+    snapshot.check(&readme_of(files))?;
+    let chosen = chosen(files, &snapshot.folder, name)
+        .map_err(|error| format!("it is incomplete ({error})"))?;
+    snapshot.check(&chosen)?;
+    match shard_missing(&chosen, files) {
+        Some(missing) if !snapshot.is_listed => Err(format!("{missing} is not")),
+        _ => Ok(paths(&chosen, &snapshot.folder)),
     }
-    let readme = std::fs::read_to_string(snapshot.join(README)).ok();
-    let chosen = choose(&files, readme.as_deref(), &name.choice());
-    let chosen = chosen.map_err(|error| format!("it is incomplete ({error})"))?;
-    if let Some(missing) = shards_missing(&chosen) {
-        return Err(format!("{missing} is not"));
-    }
-    Ok(chosen.iter().map(|file| snapshot.join(file)).collect())
 }
 
-fn download(
-    client: &Client<'_>,
+/// Downloads what the cache lacks of a split, and returns its paths.
+fn complete(
+    download: &Download<'_>,
     name: &DatasetName,
-    listing: &Listing,
-    cache: &RepositoryCache,
     options: &HubOptions,
 ) -> Result<Vec<PathBuf>> {
-    let (commit, snapshot) = (listing.commit.as_str(), cache.snapshot(&listing.commit));
-    let download = Download {
-        client,
-        cache,
-        repository: &name.hub.repository,
-        commit,
-    };
-    let fetch = |files: &[String]| -> Result<()> {
-        let missing = files.iter().filter(|file| !snapshot.join(file).exists());
-        let remotes = missing.map(|file| client.repeat(|| client.remote(commit, file)));
-        let remotes = remotes.collect::<Result<Vec<_>>>()?;
-        let bytes = remotes.iter().filter_map(|remote| remote.size).sum();
-        let mut meter = Meter::new(options.progress.as_ref(), bytes);
-        remotes
-            .iter()
-            .try_for_each(|remote| download.fetch(remote, &mut meter))
-    };
-    let mut readme = None;
-    if listing.files.iter().any(|file| file == README) {
-        fetch(&[README.to_owned()])?;
-        readme = std::fs::read_to_string(snapshot.join(README)).ok();
+    let files = &download.listing.files;
+    let mut meter = Meter::new(options.progress.as_ref());
+    download.complete(&readme_of(files), &mut meter)?;
+    let chosen = chosen(files, &download.folder, name)?;
+    if let Some(missing) = shard_missing(&chosen, files) {
+        // As in Python, the other files are used: many datasets are samples of larger ones.
+        tracing::warn!(
+            "`{}` has no file `{missing}`, which the names of its other files imply",
+            name.hub.repository
+        );
     }
-    let chosen = choose(&listing.files, readme.as_deref(), &name.choice())?;
-    fetch(&chosen)?;
-    if name.hub.revision() != commit {
-        cache.set_commit(name.hub.revision(), commit)?;
-    }
-    Ok(chosen.iter().map(|file| snapshot.join(file)).collect())
+    download.complete(&chosen, &mut meter)?;
+    Ok(paths(&chosen, &download.folder))
+}
+
+/// Returns the README if a dataset has one: its files cannot be chosen without it.
+fn readme_of(files: &[String]) -> Vec<String> {
+    let readme = files.iter().filter(|file| *file == README);
+    readme.cloned().collect()
+}
+
+/// Chooses among the files of a snapshot in `folder`.
+fn chosen(files: &[String], folder: &Path, name: &DatasetName) -> Result<Vec<String>> {
+    let readme = std::fs::read_to_string(folder.join(README)).ok();
+    choose(files, readme.as_deref(), &name.choice())
+}
+
+fn paths(files: &[String], folder: &Path) -> Vec<PathBuf> {
+    files.iter().map(|file| folder.join(file)).collect()
 }
 
 #[cfg(test)]

@@ -1,10 +1,11 @@
 //! The choice of the files of a dataset's configuration and split.
 
-use std::collections::BTreeSet;
+use std::collections::HashSet;
 
 use serde::Deserialize;
 
 use crate::name::is_relative_file;
+use crate::select::listed;
 use crate::{Error, Result};
 
 /// The endings of files with records, before that of a compression.
@@ -106,16 +107,14 @@ pub(crate) fn choose(
         (true, Some(config)) => (
             format!("configuration `{config}`"),
             listed(
-                &data
-                    .iter()
+                data.iter()
                     .filter_map(|name| name.split_once('/'))
-                    .map(|(folder, _)| folder)
-                    .collect(),
+                    .map(|(folder, _)| folder),
             ),
         ),
         (true, None) => (
             "files of records (Parquet, JSON Lines, CSV or text)".to_owned(),
-            listed(&names.iter().map(String::as_str).collect()),
+            listed(names.iter().map(String::as_str)),
         ),
     };
     Err(Error::NoFile {
@@ -125,21 +124,28 @@ pub(crate) fn choose(
     })
 }
 
-/// Returns the first file that a split with numbered files (`-00000-of-00003`) lacks.
-pub(crate) fn shards_missing(files: &[String]) -> Option<String> {
+/// Returns the first file that numbered files (`-00000-of-00003`) imply and that is not among `names`.
+pub(crate) fn shard_missing(files: &[String], names: &[String]) -> Option<String> {
+    let names: HashSet<&str> = names.iter().map(String::as_str).collect();
+    let mut known = HashSet::new();
     files.iter().find_map(|file| {
-        let at = file.find("-of-")?;
-        let (stem, number) = file[..at].rsplit_once('-')?;
-        let digits = number.len();
-        let count: String = file[at + 4..]
-            .chars()
-            .take_while(char::is_ascii_digit)
-            .collect();
-        let end = &file[at + 4 + count.len()..];
-        let all: usize = count.parse().ok()?;
-        (0..all)
-            .map(|shard| format!("{stem}-{shard:0digits$}-of-{count}{end}"))
-            .find(|name| !files.contains(name))
+        let mut marks = file.match_indices("-of-");
+        marks.find_map(|(at, mark)| {
+            let (before, after) = (&file[..at], &file[at + mark.len()..]);
+            let stem = before.trim_end_matches(|letter: char| letter.is_ascii_digit());
+            let digits = before.len() - stem.len();
+            let end = after.trim_start_matches(|letter: char| letter.is_ascii_digit());
+            let count = &after[..after.len() - end.len()];
+            let all: usize = count.parse().ok().filter(|_| digits > 0)?;
+            if !known.insert((stem, digits, count, end)) {
+                return None;
+            }
+            let shard = |number: usize| format!("{stem}{number:0digits$}-of-{count}{end}");
+            // Some are counted from 1.
+            let first = usize::from(names.contains(shard(all).as_str()));
+            let mut shards = (first..all.saturating_add(first)).map(shard);
+            shards.find(|shard| !names.contains(shard.as_str()))
+        })
     })
 }
 
@@ -183,12 +189,7 @@ fn config_of<'c>(configs: &'c [Config], choice: &Choice<'_>) -> Result<Option<&'
     Err(Error::NoFile {
         repository: choice.repository.to_owned(),
         file,
-        found: listed(
-            &configs
-                .iter()
-                .map(|config| config.config_name.as_str())
-                .collect(),
-        ),
+        found: listed(configs.iter().map(|config| config.config_name.as_str())),
     })
 }
 
@@ -270,17 +271,6 @@ fn by_name(names: &[&String]) -> Vec<(String, Vec<String>)> {
         ));
     }
     splits
-}
-
-/// Joins the first names of a set.
-fn listed(names: &BTreeSet<&str>) -> String {
-    const SHOWN: usize = 12;
-    let shown: Vec<&str> = names.iter().take(SHOWN).copied().collect();
-    match names.len() {
-        0 => "no files".to_owned(),
-        count if count > SHOWN => format!("{} and {} more", shown.join(", "), count - SHOWN),
-        _ => shown.join(", "),
-    }
 }
 
 #[cfg(test)]
@@ -376,8 +366,26 @@ mod tests {
     fn a_missing_shard_is_named() {
         let shard = |number: usize| format!("data/train-{number:05}-of-00003.parquet");
         let all: Vec<String> = (0..3).map(shard).collect();
-        assert_eq!(shards_missing(&all), None);
-        assert_eq!(shards_missing(&all[..2]), Some(shard(2)));
-        assert_eq!(shards_missing(&["a.jsonl".to_owned()]), None);
+        let missing = |files: &[String]| shard_missing(files, files);
+        assert_eq!(missing(&all), None);
+        assert_eq!(missing(&all[..2]), Some(shard(2)));
+        assert_eq!(missing(&["a.jsonl".to_owned()]), None);
+        // A pattern may choose some of the files that there are.
+        assert_eq!(shard_missing(&all[1..], &all), None);
+        for names in [
+            [
+                "en/c4-train.00000-of-00002.json.gz",
+                "en/c4-train.00001-of-00002.json.gz",
+            ],
+            [
+                "state-of-the-art/00000-of-00002.csv",
+                "state-of-the-art/00001-of-00002.csv",
+            ],
+            ["part-1-of-2.txt", "part-2-of-2.txt"],
+        ] {
+            let names = names.map(str::to_owned);
+            assert_eq!(missing(&names), None, "{names:?}");
+            assert!(missing(&names[..1]).is_some(), "{names:?}");
+        }
     }
 }

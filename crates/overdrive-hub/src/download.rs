@@ -9,7 +9,7 @@ use overdrive_core::files::{self, FileLock, folder_of};
 use ureq::http::{HeaderMap, StatusCode, header};
 
 use crate::cache::{RepositoryCache, make_folder};
-use crate::client::{Attempt, Client, Failure, Remote};
+use crate::client::{Attempt, Client, Failure, Listing, Remote};
 use crate::{DownloadProgress, Error, Result};
 
 const BUFFER: usize = 1 << 18;
@@ -22,16 +22,16 @@ pub(crate) struct Meter<'a> {
 }
 
 impl<'a> Meter<'a> {
-    pub(crate) fn new(callback: Option<&'a DownloadProgress>, total: u64) -> Meter<'a> {
+    pub(crate) fn new(callback: Option<&'a DownloadProgress>) -> Meter<'a> {
         Meter {
             callback,
             finished: 0,
-            total,
+            total: 0,
         }
     }
 
     /// Adds the bytes of further files to the total.
-    pub(crate) fn extend(&mut self, bytes: u64) {
+    fn extend(&mut self, bytes: u64) {
         self.total += bytes;
     }
 
@@ -52,12 +52,28 @@ pub(crate) struct Download<'a> {
     pub(crate) client: &'a Client<'a>,
     pub(crate) cache: &'a RepositoryCache,
     pub(crate) repository: &'a str,
-    pub(crate) commit: &'a str,
+    pub(crate) listing: &'a Listing,
+    /// The folder of the snapshot.
+    pub(crate) folder: PathBuf,
 }
 
 impl Download<'_> {
+    /// Adds those of the files to the snapshot that it lacks.
+    pub(crate) fn complete(&self, files: &[String], meter: &mut Meter<'_>) -> Result<()> {
+        // First, so that the part that an interruption leaves does not count as complete.
+        self.cache.set_listing(self.listing);
+        let commit = &self.listing.commit;
+        let missing = files.iter().filter(|file| !self.folder.join(file).exists());
+        let remotes = missing.map(|file| self.client.repeat(|| self.client.remote(commit, file)));
+        let remotes = remotes.collect::<Result<Vec<_>>>()?;
+        meter.extend(remotes.iter().filter_map(|remote| remote.size).sum());
+        remotes
+            .iter()
+            .try_for_each(|remote| self.fetch(remote, meter))
+    }
+
     /// Adds a file to the snapshot. Its content is downloaded unless the cache already has it from another commit.
-    pub(crate) fn fetch(&self, remote: &Remote, meter: &mut Meter<'_>) -> Result<()> {
+    fn fetch(&self, remote: &Remote, meter: &mut Meter<'_>) -> Result<()> {
         let blob = self.cache.blob(&remote.etag);
         make_folder(folder_of(&blob))?;
         // Waits for any other process that downloads the same file; the file then exists.
@@ -79,7 +95,8 @@ impl Download<'_> {
             fs::rename(&partial, &blob).map_err(Common::io("rename", &partial))?;
             files::sync_folder(folder_of(&blob))?;
         }
-        self.cache.link(self.commit, &remote.name, &remote.etag)?;
+        self.cache
+            .link(&self.listing.commit, &remote.name, &remote.etag)?;
         meter.finish(remote.size.unwrap_or(0));
         Ok(())
     }
@@ -131,7 +148,7 @@ impl Download<'_> {
         if remote.size == Some(have) && (have > 0 || remote.size == Some(0)) {
             return Ok(have);
         }
-        let response = self.client.open(self.commit, &remote.name, have)?;
+        let response = self.client.open(&self.listing.commit, &remote.name, have)?;
         let resumes = response.status() == StatusCode::PARTIAL_CONTENT
             && range_start(response.headers()) == Some(have);
         if response.status() == StatusCode::RANGE_NOT_SATISFIABLE
@@ -174,7 +191,7 @@ impl Download<'_> {
         let mut buffer = vec![0; BUFFER];
         let mut done = have;
         let broken = |done: u64, reason: String| {
-            let url = self.client.file_url(self.commit, &remote.name);
+            let url = self.client.file_url(&self.listing.commit, &remote.name);
             let reason = format!(
                 "the connection ended after {done} bytes of {} ({reason})",
                 remote.name

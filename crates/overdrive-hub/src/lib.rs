@@ -39,6 +39,7 @@ mod dataset_files;
 mod download;
 mod error;
 mod hash;
+mod locate;
 mod name;
 mod options;
 mod progress;

@@ -33,9 +33,8 @@ pub struct HubOptions {
 
 impl Default for HubOptions {
     fn default() -> Self {
-        let home = std::env::home_dir().unwrap_or_else(|| PathBuf::from("."));
         HubOptions {
-            cache: home.join(".cache/huggingface/hub"),
+            cache: home(None).join(".cache/huggingface/hub"),
             endpoint: "https://huggingface.co".to_owned(),
             token: None,
             offline: false,
@@ -64,7 +63,7 @@ impl HubOptions {
     pub(crate) fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<HubOptions> {
         // An empty variable counts as unset, as in huggingface_hub.
         let get = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
-        let user = get("HOME").map_or_else(|| PathBuf::from("."), PathBuf::from);
+        let user = home(get("HOME"));
         let path = |text: String| match text.strip_prefix("~/") {
             Some(rest) => user.join(rest),
             None => PathBuf::from(text),
@@ -98,6 +97,16 @@ impl HubOptions {
             ..HubOptions::default()
         })
     }
+}
+
+/// Returns the home folder of the user: that of the variable, or that of the system's list of users. A user without one
+/// has the root, as in containers: in the current folder, anybody may have left a token.
+fn home(variable: Option<String>) -> PathBuf {
+    variable
+        .map(PathBuf::from)
+        .or_else(std::env::home_dir)
+        .filter(|home| home.is_absolute())
+        .unwrap_or_else(|| PathBuf::from("/"))
 }
 
 fn is_true(text: &str) -> bool {
@@ -187,6 +196,13 @@ mod tests {
                 "{variables:?}"
             );
         }
+    }
+
+    #[test]
+    fn without_a_variable_the_cache_is_that_of_the_user_and_not_of_the_current_folder() {
+        let cache = of(&[]).expect("valid").cache;
+        assert_eq!(cache, HubOptions::default().cache);
+        assert!(cache.is_absolute(), "{}", cache.display());
     }
 
     #[test]

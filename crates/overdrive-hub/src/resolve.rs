@@ -1,8 +1,8 @@
 use std::path::{Path, PathBuf};
 
-use crate::cache::RepositoryCache;
-use crate::client::{Client, Listing, Remote};
+use crate::cache::Snapshot;
 use crate::download::{Download, Meter, entry};
+use crate::locate::locate;
 use crate::name::{HubName, is_commit};
 use crate::select::{Selection, Wanted, select, shards};
 use crate::{Error, HubOptions, Result};
@@ -65,61 +65,31 @@ fn find(path: &Path, options: &HubOptions, wanted: Wanted) -> Result<PathBuf> {
     let Some(name) = HubName::parse(&text) else {
         return Err(Error::NoSuchPath { name: text });
     };
-    let cache = RepositoryCache::new(&options.cache, &name);
-    let cached = in_cache(&cache, &name, wanted);
-    if options.offline {
-        return cached.map_err(|missing| Error::Offline {
-            name: text,
-            missing,
-            cache: options.cache.clone(),
-        });
-    }
-    // A commit does not change.
-    if let (true, Ok(path)) = (is_commit(name.revision()), &cached) {
-        return Ok(path.clone());
-    }
-    let client = Client::new(options, &name);
-    let listing = match &cached {
-        // With a cached copy, requests to a hub that does not answer are not retried.
-        Ok(_) => client.listing().map_err(|failure| failure.error),
-        Err(_) => client.repeat(|| client.listing()),
-    };
-    match (listing, cached) {
-        (Ok(listing), _) => download(&name, &listing, &cache, options, wanted),
-        (Err(error @ (Error::Unreachable { .. } | Error::Status { .. })), Ok(path)) => {
-            tracing::warn!("{error}. Using the cached copy: {}", path.display());
-            Ok(path)
-        }
-        (Err(error), _) => Err(error.of_name(&text)),
-    }
+    locate(
+        &text,
+        &name,
+        options,
+        |snapshot| in_cache(snapshot, &name, wanted),
+        |download| complete(download, &name, wanted, options),
+    )
 }
 
-/// Returns the path of a complete model in the cache, or the error's clause that names what is missing.
+/// Returns the path of a complete model in the cache, or the clause that names what is missing.
 fn in_cache(
-    cache: &RepositoryCache,
+    snapshot: &Snapshot,
     name: &HubName,
     wanted: Wanted,
 ) -> std::result::Result<PathBuf, String> {
-    let Some(commit) = cache.commit(name.revision()) else {
-        return Err(format!("`{}` is not", name.repository));
-    };
-    let (snapshot, files) = (cache.snapshot(&commit), cache.files(&commit));
-    if files.is_empty() {
-        return Err(format!("`{}` is not", name.repository));
-    }
     let missing = |error: Error| format!("it is incomplete ({error})");
-    let selection = select(&files, name, wanted).map_err(missing)?;
+    let selection = select(&snapshot.files, name, wanted).map_err(missing)?;
+    snapshot.check(&selection.files)?;
     if let Some(index) = &selection.index {
-        for shard in shards(&snapshot.join(index)).map_err(missing)? {
-            if !files.contains(&shard) {
-                return Err(format!("{shard} is not"));
-            }
-        }
+        snapshot.check(&shards(&snapshot.folder.join(index)).map_err(missing)?)?;
     }
-    if let Some(absent) = absent_split(&selection) {
-        return Err(format!("{absent} is not"));
+    match absent_split(&selection) {
+        Some(absent) => Err(format!("{absent} is not")),
+        None => Ok(entry(snapshot.folder.clone(), selection.entry.as_deref())),
     }
-    Ok(entry(snapshot, selection.entry.as_deref()))
 }
 
 /// Returns the first file of a split model that a selection lacks.
@@ -132,53 +102,28 @@ fn absent_split(selection: &Selection) -> Option<String> {
         .find(|name| !selection.files.contains(name))
 }
 
-fn download(
+/// Downloads what the cache lacks of a model, and returns its path.
+fn complete(
+    download: &Download<'_>,
     name: &HubName,
-    listing: &Listing,
-    cache: &RepositoryCache,
-    options: &HubOptions,
     wanted: Wanted,
+    options: &HubOptions,
 ) -> Result<PathBuf> {
-    let selection = select(&listing.files, name, wanted)?;
+    let names = &download.listing.files;
+    let selection = select(names, name, wanted)?;
     if let Some(absent) = absent_split(&selection) {
         return Err(no_file(name, &absent));
     }
-    let client = &Client::new(options, name);
-    let (commit, repository) = (listing.commit.as_str(), name.repository.as_str());
-    let snapshot = cache.snapshot(commit);
-    // Asks the hub only for the descriptions of files that the snapshot lacks.
-    let describe = |files: &[String]| -> Result<Vec<Remote>> {
-        let missing = files.iter().filter(|file| !snapshot.join(file).exists());
-        let remotes = missing.map(|file| client.repeat(|| client.remote(commit, file)));
-        remotes.collect()
-    };
-    let bytes = |remotes: &[Remote]| remotes.iter().filter_map(|remote| remote.size).sum();
-    let remotes = describe(&selection.files)?;
-    let mut meter = Meter::new(options.progress.as_ref(), bytes(&remotes));
-    let download = Download {
-        client,
-        cache,
-        repository,
-        commit,
-    };
-    for remote in &remotes {
-        download.fetch(remote, &mut meter)?;
-    }
+    let mut meter = Meter::new(options.progress.as_ref());
+    download.complete(&selection.files, &mut meter)?;
     if let Some(index) = &selection.index {
-        let shards = shards(&snapshot.join(index))?;
-        if let Some(absent) = shards.iter().find(|shard| !listing.files.contains(shard)) {
+        let shards = shards(&download.folder.join(index))?;
+        if let Some(absent) = shards.iter().find(|shard| !names.contains(shard)) {
             return Err(no_file(name, absent));
         }
-        let remotes = describe(&shards)?;
-        meter.extend(bytes(&remotes));
-        for remote in &remotes {
-            download.fetch(remote, &mut meter)?;
-        }
+        download.complete(&shards, &mut meter)?;
     }
-    if name.revision() != commit {
-        cache.set_commit(name.revision(), commit)?;
-    }
-    Ok(entry(snapshot, selection.entry.as_deref()))
+    Ok(entry(download.folder.clone(), selection.entry.as_deref()))
 }
 
 fn no_file(name: &HubName, file: &str) -> Error {

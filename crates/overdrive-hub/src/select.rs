@@ -161,7 +161,10 @@ fn gguf(names: &[String], name: &HubName) -> Result<Selection> {
                 )
             }
         };
-        let found = listed(first.iter().map(|name| name.as_str()), "no GGUF file");
+        let found = match first.is_empty() {
+            true => "no GGUF file".to_owned(),
+            false => listed(first.iter().map(|name| name.as_str())),
+        };
         let repository = name.repository.clone();
         return Err(Error::NoFile {
             repository,
@@ -239,7 +242,7 @@ fn no_weights(names: &[String], name: &HubName, wanted: Wanted) -> Error {
     let adapter = wanted == Wanted::Model && names.iter().any(|name| name == "adapter_config.json");
     let found = match adapter {
         true => "an adapter: give its base model, and the adapter as --adapter".to_owned(),
-        false => listed(names.iter().map(String::as_str), "no files"),
+        false => listed(names.iter().map(String::as_str)),
     };
     Error::NoFile {
         repository: name.repository.clone(),
@@ -248,16 +251,15 @@ fn no_weights(names: &[String], name: &HubName, wanted: Wanted) -> Error {
     }
 }
 
-/// Joins the first names of a list.
-fn listed<'a>(names: impl Iterator<Item = &'a str>, none: &str) -> String {
+/// Joins the first names of a set.
+pub(crate) fn listed<'a>(names: impl Iterator<Item = &'a str>) -> String {
     const SHOWN: usize = 12;
-    let names: Vec<&str> = names.collect();
+    let names: BTreeSet<&str> = names.collect();
+    let shown: Vec<&str> = names.iter().take(SHOWN).copied().collect();
     match names.len() {
-        0 => none.to_owned(),
-        count if count > SHOWN => {
-            format!("{} and {} more", names[..SHOWN].join(", "), count - SHOWN)
-        }
-        _ => names.join(", "),
+        0 => "no files".to_owned(),
+        count if count > SHOWN => format!("{} and {} more", shown.join(", "), count - SHOWN),
+        _ => shown.join(", "),
     }
 }
 

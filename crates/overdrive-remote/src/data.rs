@@ -30,7 +30,9 @@ static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
 /// Opens an object on a server and returns the name under which every dataset of `overdrive-datasets` reads it as a file
 /// of this machine: the URL without user, password and query.
 ///
-/// The server is asked for the length and the version. A version that is open already is not opened again.
+/// The server is asked for the length and the version. A version that is open already is not opened again. If its URL has
+/// another query now, as a signed one that was renewed, the name stands for the new URL from then on; a dataset that is
+/// open keeps the old one.
 ///
 /// ```no_run
 /// use overdrive_datasets::{Dataset, JsonOptions, JsonRecords};
@@ -46,7 +48,7 @@ static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
 ///
 /// # Errors
 /// [`Error::InvalidUrl`]; [`Error::Data`] if the server does not have the object, refuses it, ignores ranges or does not
-/// answer; [`Error::SameName`] if another URL with this name is open.
+/// answer; [`Error::SameName`] if a URL with this name and another content is open.
 pub fn open(url: &str, options: &RemoteOptions) -> Result<PathBuf> {
     match Location::parse(url)? {
         Some(location) => open_location(&location, options),
@@ -131,11 +133,6 @@ fn open_location(location: &Location, options: &RemoteOptions) -> Result<PathBuf
         return Err(Common::option("data", &location.name, expected).into());
     }
     let name = &location.name;
-    OPENED
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .get_or_insert_default()
-        .check_name(location)?;
     let server = Server::new(location, options)?;
     let opened = {
         let location = location.clone();
@@ -145,12 +142,15 @@ fn open_location(location: &Location, options: &RemoteOptions) -> Result<PathBuf
     tracing::debug!("{name}: {} bytes", object.bytes);
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let opened = opened.get_or_insert_default();
-    // Another thread may have opened its namesake meanwhile.
-    opened.check_name(location)?;
-    let is_open = registered_source(name)
+    let is_known = registered_source(name)
         .is_some_and(|source| source.version() == object.version && source.len() == object.bytes);
-    if is_open {
-        return Ok(name.into());
+    match opened.urls.get(name) {
+        Some(url) if *url == location.url && is_known => return Ok(name.into()),
+        // A signed URL that was renewed has the same content under another query; without a tag, that is not certain.
+        Some(url) if *url != location.url && !(is_known && object.etag.is_some()) => {
+            return Err(Error::SameName { url: name.clone() });
+        }
+        _ => {}
     }
     let file = RemoteFile::new(object, opened.cache(options), options);
     register_source(name, Arc::new(file));
@@ -173,17 +173,6 @@ fn keys_in(folder: &Location, options: &RemoteOptions) -> Result<Vec<String>> {
 }
 
 impl Opened {
-    /// Checks that no other URL with the same name is open.
-    fn check_name(&self, location: &Location) -> Result<()> {
-        let known = self.urls.get(&location.name);
-        match known.is_some_and(|url| *url != location.url) {
-            true => Err(Error::SameName {
-                url: location.name.clone(),
-            }),
-            false => Ok(()),
-        }
-    }
-
     /// Returns the cache of the options, which all files share.
     fn cache(&mut self, options: &RemoteOptions) -> Arc<BlockCache> {
         let RemoteOptions {

@@ -19,7 +19,7 @@ pub enum Error {
         /// What is wrong, and what a URL must look like.
         problem: String,
     },
-    /// Two URLs differ only in their queries.
+    /// Two URLs differ only in their queries, and their contents differ.
     #[error(
         "two files have the URL `{url}` with different queries, which are left out of names since they can be secrets; \
          give them in separate runs, or download one and give its path"

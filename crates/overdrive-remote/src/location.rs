@@ -91,13 +91,6 @@ impl Location {
         }))
     }
 
-    /// Returns `true` if the server is this machine.
-    pub(crate) fn is_loopback(host: &str) -> bool {
-        ["localhost", "127.", "[::1]"]
-            .iter()
-            .any(|start| host.starts_with(start))
-    }
-
     /// Returns `true` if the URL names a folder of a bucket.
     pub(crate) fn is_folder(&self) -> bool {
         self.scheme != Scheme::Http && self.key.ends_with('/')

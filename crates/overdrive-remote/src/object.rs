@@ -12,6 +12,7 @@ use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
 use object_store::{ClientOptions, GetOptions, GetResult, ObjectMeta, ObjectStore, RetryConfig};
+use overdrive_core::is_loopback;
 use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderValue};
 use reqwest::redirect;
 
@@ -75,14 +76,14 @@ pub(crate) struct Object {
     pub(crate) bytes: u64,
     /// The ETag, or the time of the last change.
     pub(crate) version: String,
-    etag: Option<String>,
+    pub(crate) etag: Option<String>,
 }
 
 impl Server {
     pub(crate) fn new(location: &Location, options: &RemoteOptions) -> Result<Server> {
         let connector = Connector {
             timeout: options.timeout,
-            is_loopback: Location::is_loopback(&location.host),
+            is_loopback: is_loopback(&location.host),
         };
         let settings = || options.settings.iter();
         let store = match location.scheme {
@@ -106,14 +107,13 @@ impl Server {
                         builder = builder.with_config(key, value);
                     }
                 }
-                let host = endpoint.split_once("://").map_or("", |(_, host)| host);
                 builder
                     .with_bucket_name(&location.host)
                     // An endpoint on this machine, such as MinIO's, often has no certificate.
                     .with_allow_http(endpoint.starts_with("http://"))
                     .with_retry(no_retries())
                     .with_http_connector(Connector {
-                        is_loopback: Location::is_loopback(host),
+                        is_loopback: is_loopback(endpoint),
                         ..connector
                     })
                     .build()
@@ -130,12 +130,11 @@ impl Server {
                         builder = builder.with_config(key, value);
                     }
                 }
-                let host = endpoint.split_once("://").map_or("", |(_, host)| host);
                 builder
                     .with_bucket_name(&location.host)
                     .with_retry(no_retries())
                     .with_http_connector(Connector {
-                        is_loopback: Location::is_loopback(host),
+                        is_loopback: is_loopback(endpoint),
                         ..connector
                     })
                     .build()
@@ -391,7 +390,7 @@ impl Retries {
                 other => other,
             });
         }
-        tokio::time::sleep(self.pause * (1 << self.failures.min(3))).await;
+        tokio::time::sleep(self.pause.saturating_mul(1 << self.failures.min(3))).await;
         self.left -= 1;
         self.failures += 1;
         Ok(())

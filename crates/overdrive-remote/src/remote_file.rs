@@ -107,12 +107,14 @@ impl RemoteFile {
         }
     }
 
-    /// Copies the bytes of a block from `start` on into `out`, waiting for the block if necessary.
+    /// Copies the bytes of a block from `start` on into `out`, waiting for the block if necessary. `is_requested`: this
+    /// read has requested it already.
     fn read_block(
         &self,
         block: u64,
         start: u64,
         out: &mut [u8],
+        mut is_requested: bool,
     ) -> std::result::Result<(), Failure> {
         let inner = &self.0;
         loop {
@@ -126,9 +128,12 @@ impl RemoteFile {
             if state.has_changed {
                 return Err(Failure::Changed);
             }
-            if let Some(failure) = state.failed.remove(&block) {
+            if let Some(failure) = state.failed.remove(&block)
+                && is_requested
+            {
                 return Err(failure);
             }
+            // A request ahead of this read may have failed long ago, so that failure is none of this read.
             drop(state);
             if let Some(bytes) = inner.in_memory(block) {
                 return copy(&bytes, start, out);
@@ -142,7 +147,10 @@ impl RemoteFile {
                     return copied;
                 }
                 // Not there yet, or removed in the meantime.
-                None => self.start([block]),
+                None => {
+                    self.start([block]);
+                    is_requested = true;
+                }
             }
         }
     }
@@ -262,8 +270,10 @@ impl RangeSource for RemoteFile {
         let first = offset / inner.block_bytes;
         let last = (offset + out.len() as u64 - 1) / inner.block_bytes;
         // The blocks of a range are requested together, as far as memory may hold them.
+        let mut requested = first..first;
         if last > first {
-            self.start((first..=last).take(MAX_ANNOUNCED));
+            requested = first..last.min(first + MAX_ANNOUNCED as u64 - 1) + 1;
+            self.start(requested.clone());
         }
         self.read_ahead(first, last);
         let mut rest = out;
@@ -271,7 +281,7 @@ impl RangeSource for RemoteFile {
         for block in first..=last {
             let bytes = (inner.length(block) - start).min(rest.len() as u64);
             let (part, others) = rest.split_at_mut(bytes as usize);
-            let read = self.read_block(block, start, part);
+            let read = self.read_block(block, start, part, requested.contains(&block));
             read.map_err(|failure| failure.error(name))?;
             rest = others;
             start = 0;

@@ -344,6 +344,15 @@ impl IndexedFile {
         }
     }
 
+    /// Announces that records will be read soon, if the data are on a server; those that do not exist are left out.
+    pub(crate) fn prefetch(&self, records: &[usize]) {
+        if let Some(source) = self.source() {
+            // The error of a damaged index is that of the reading.
+            let ranges = records.iter().filter_map(|&record| self.range(record).ok());
+            source.prefetch(&ranges.collect::<Vec<_>>());
+        }
+    }
+
     /// Reads a range of the data, for record `index`.
     fn read(&self, range: &Range<u64>, index: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match &self.data {

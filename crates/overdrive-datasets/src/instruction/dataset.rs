@@ -186,7 +186,7 @@ impl InstructionDataset {
         cache: &ExampleCache,
     ) -> Result<InstructionDataset> {
         let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
-        dataset.content = dataset.read_content(options);
+        dataset.content = dataset.read_content(options)?;
         let key = cache.key(dataset.content, &dataset.encoder, options)?;
         let path = cache.path(key);
         let build = || {
@@ -289,15 +289,17 @@ impl InstructionDataset {
     }
 
     /// Returns the digest of the records' bytes, without parsing them.
-    fn read_content(&self, options: InstructionOptions) -> Sha256Digest {
+    fn read_content(&self, options: InstructionOptions) -> Result<Sha256Digest> {
         let mut content = FieldHasher::default();
         for (number, records) in self.blocks(options) {
             let file = &self.files[number];
-            let digest = |record| digest_of(file.record(record).as_deref().ok());
-            let digests: Vec<Sha256Digest> = records.into_par_iter().map(digest).collect();
+            let digests = records
+                .into_par_iter()
+                .map(|record| digest_of(file, record))
+                .collect::<Result<Vec<_>>>()?;
             digests.iter().for_each(|digest| content.add(&digest.0));
         }
-        content.finish()
+        Ok(content.finish())
     }
 
     /// Encodes all records, and passes the examples to `writer`.
@@ -315,7 +317,7 @@ impl InstructionDataset {
                 .clone()
                 .into_par_iter()
                 .map(|record| examine(file, record, &self.encoder, self.answer))
-                .collect();
+                .collect::<Result<_>>()?;
             for (record, (digest, found)) in records.zip(found) {
                 content.add(&digest.0);
                 if let (OnBadRecord::Stop, Outcome::Broken(problem)) =
@@ -483,6 +485,23 @@ impl Dataset for InstructionDataset {
         self.encoder
             .encode(&record)
             .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        // Cached examples are on this machine.
+        if self.examples.is_some() {
+            return;
+        }
+        let mut of_files = vec![Vec::new(); self.files.len()];
+        for position in indices
+            .iter()
+            .filter_map(|&index| self.position(index).ok())
+        {
+            of_files[position.file].push(position.record);
+        }
+        for (file, records) in self.files.iter().zip(of_files) {
+            file.prefetch(&records);
+        }
     }
 
     fn check_unchanged(&self) -> Result<()> {

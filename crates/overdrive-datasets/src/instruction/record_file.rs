@@ -31,6 +31,10 @@ impl RecordFile {
         self.0.check_unchanged()
     }
 
+    pub(super) fn prefetch(&self, records: &[usize]) {
+        self.0.prefetch(records);
+    }
+
     /// Returns the bytes of a record, without the comma after an element of an array.
     pub(super) fn record(&self, index: usize) -> Result<Cow<'_, [u8]>> {
         let trim = |bytes: &[u8]| {

@@ -4,8 +4,8 @@ use super::encoder::InstructionEncoder;
 use super::example_file::{CompactExample, ScanReport};
 use super::record::{AnswerKey, InstructionRecord};
 use super::record_file::RecordFile;
-use crate::Sha256Digest;
 use crate::transform::SortedIndicesWriter;
+use crate::{Result, Sha256Digest};
 
 /// The result of examining one record.
 pub(super) enum Outcome {
@@ -50,20 +50,33 @@ impl Scanned {
 }
 
 /// Returns the digest of a record's bytes; a record that cannot be read has a digest too.
-pub(super) fn digest_of(bytes: Option<&[u8]>) -> Sha256Digest {
-    bytes.map_or(Sha256Digest::UNKNOWN, Sha256Digest::of)
+///
+/// # Errors
+/// As [`examine`].
+pub(super) fn digest_of(file: &RecordFile, record: usize) -> Result<Sha256Digest> {
+    match file.record(record) {
+        Ok(bytes) => Ok(Sha256Digest::of(&bytes)),
+        Err(error) if error.is_about_record() => Ok(Sha256Digest::UNKNOWN),
+        Err(error) => Err(error),
+    }
 }
 
 /// Returns the digest of a record's bytes, and the result of encoding it.
+///
+/// # Errors
+/// An error of the disk or of a server, which says nothing about the record.
 pub(super) fn examine(
     file: &RecordFile,
     record: usize,
     encoder: &InstructionEncoder,
     answer: AnswerKey,
-) -> (Sha256Digest, Outcome) {
+) -> Result<(Sha256Digest, Outcome)> {
     let bytes = match file.record(record) {
         Ok(bytes) => bytes,
-        Err(error) => return (digest_of(None), Outcome::Broken(error.to_string())),
+        Err(error) if error.is_about_record() => {
+            return Ok((Sha256Digest::UNKNOWN, Outcome::Broken(error.to_string())));
+        }
+        Err(error) => return Err(error),
     };
     let record = InstructionRecord::with_answer(&bytes, answer);
     let example = record.and_then(|record| encoder.encode(&record));
@@ -72,5 +85,5 @@ pub(super) fn examine(
         Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
         Ok(example) => Outcome::Example(CompactExample::from(&example)),
     };
-    (digest_of(Some(&bytes)), outcome)
+    Ok((Sha256Digest::of(&bytes), outcome))
 }

@@ -1,5 +1,6 @@
 //! The rows of a packing plan as a dataset.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use crate::{Dataset, Error, PackPlan, Result, TokenizedExample};
@@ -62,6 +63,16 @@ impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
             }
         });
         segments.collect()
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        let rows = indices.iter().filter(|&&row| row < self.plan.len());
+        let sequences: BTreeSet<usize> = rows
+            .flat_map(|&row| self.plan.row(row))
+            .map(|segment| segment.sequence as usize)
+            .collect();
+        self.sequences
+            .prefetch(&sequences.into_iter().collect::<Vec<_>>());
     }
 
     fn check_unchanged(&self) -> Result<()> {

@@ -1,5 +1,7 @@
 //! A dataset of images and captions.
 
+use std::fmt::Display;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,7 +12,7 @@ use serde_json::Value;
 use super::augment::ImageAugmentation;
 use super::image_file::decode;
 use crate::{Dataset, Error, JsonOptions, JsonRecords, RecordNumber, Result};
-use overdrive_core::{check_option, check_positive};
+use overdrive_core::{Error as CommonError, check_option, check_positive};
 
 /// The way in which an image is resized.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -168,21 +170,29 @@ impl ImageCaptionDataset {
         };
         let text = |field: &str| {
             let value = row.get(field).and_then(Value::as_str);
-            value.ok_or_else(|| format!("it has no text in the field {field:?}"))
+            value.ok_or_else(|| Error::other(format!("it has no text in the field {field:?}")))
         };
         let read = || {
             let caption = text(&self.options.text_field)?.to_owned();
             let path = base.join(text(&self.options.image_field)?);
-            let failed = |problem: String| format!("the image {}: {problem}", path.display());
-            let bytes = std::fs::read(&path).map_err(|error| failed(error.to_string()))?;
-            let image = decode(&bytes).map_err(|error| failed(error.to_string()))?;
-            item(image, caption, path)
+            let failed = |problem: &dyn Display| {
+                Error::other(format!("the image {}: {problem}", path.display()))
+            };
+            let bytes = std::fs::read(&path).map_err(|error| match is_of_path(&error) {
+                true => failed(&error),
+                false => CommonError::io("read", &path)(error).into(),
+            })?;
+            let image = decode(&bytes).map_err(|error| failed(&error))?;
+            item(image, caption, path).map_err(Error::other)
         };
-        read().map_err(|problem| Error::InvalidRecord {
-            number: RecordNumber::Record(location.record),
-            offset: location.offset,
-            problem,
-            path: location.path.clone(),
+        read().map_err(|error| match error.is_about_record() {
+            true => Error::InvalidRecord {
+                number: RecordNumber::Record(location.record),
+                offset: location.offset,
+                problem: error.to_string(),
+                path: location.path.clone(),
+            },
+            false => error,
         })
     }
 
@@ -217,6 +227,22 @@ impl ImageCaptionDataset {
     }
 }
 
+/// Returns `true` for an error of the path that a record names, `false` for one of the disk or of the process.
+fn is_of_path(error: &io::Error) -> bool {
+    use ErrorKind::{
+        InvalidFilename, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied,
+    };
+    [
+        InvalidFilename,
+        InvalidInput,
+        IsADirectory,
+        NotADirectory,
+        NotFound,
+        PermissionDenied,
+    ]
+    .contains(&error.kind())
+}
+
 impl Dataset for ImageCaptionDataset {
     type Item = ImageCaption;
 
@@ -241,6 +267,10 @@ impl Dataset for ImageCaptionDataset {
                 path,
             })
         })
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        self.rows.prefetch(indices);
     }
 
     fn check_unchanged(&self) -> Result<()> {

@@ -421,6 +421,13 @@ impl Dataset for SpeechDataset {
             .map_err(|problem| self.problem(row_index, problem))
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        let rows = indices
+            .iter()
+            .filter_map(|&index| self.row_index(index).ok());
+        self.records().prefetch(&rows.collect::<Vec<_>>());
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.records().check_unchanged()
     }

@@ -1,7 +1,6 @@
 //! The records of one or several files as bytes.
 
 use std::borrow::Cow;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -161,27 +160,21 @@ impl RecordFiles {
             return;
         }
         // A batch has few files, which a search in a list finds as fast as a map.
-        let mut of_files: Vec<(&IndexedFile, Vec<Range<u64>>)> = Vec::new();
+        let mut of_files: Vec<(&IndexedFile, Vec<usize>)> = Vec::new();
         for &index in indices {
             let Ok((file, record)) = self.find(index) else {
-                continue;
-            };
-            // The error of a damaged index is that of the reading.
-            let Ok(range) = file.range(record) else {
                 continue;
             };
             match of_files
                 .iter_mut()
                 .find(|(other, _)| std::ptr::eq(*other, file))
             {
-                Some((_, ranges)) => ranges.push(range),
-                None => of_files.push((file, vec![range])),
+                Some((_, records)) => records.push(record),
+                None => of_files.push((file, vec![record])),
             }
         }
-        for (file, ranges) in of_files {
-            if let Some(source) = file.source() {
-                source.prefetch(&ranges);
-            }
+        for (file, records) in of_files {
+            file.prefetch(&records);
         }
     }
 

@@ -1,5 +1,6 @@
 //! The map of a function over batches of records.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -153,6 +154,19 @@ where
             });
         }
         results.get(index - start).cloned().ok_or_else(no_such)
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        let results = indices.iter().filter(|&&index| index < self.len());
+        let batches: BTreeSet<usize> = results
+            .map(|&index| self.ends.partition_point(|&end| end <= index))
+            .collect();
+        let records = batches
+            .into_iter()
+            .flat_map(|batch| self.batches.range(batch));
+        self.batches
+            .dataset()
+            .prefetch(&records.collect::<Vec<_>>());
     }
 
     fn check_unchanged(&self) -> Result<()> {

@@ -167,6 +167,21 @@ fn images_that_are_missing_or_damaged_are_errors_of_their_records() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn an_error_of_the_disk_is_none_of_the_record_that_names_the_image() {
+    // Reading the first byte of the memory of a process is such an error.
+    let row = "{\"image\": \"/proc/self/mem\", \"text\": \"a\"}\n";
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("captions.jsonl");
+    std::fs::write(&path, row).unwrap();
+    let images = ImageCaptionDataset::open([path], options(ImageResize::Crop)).unwrap();
+    let error = ErrorPolicy::Skip
+        .get(&images, 0, &ErrorLog::default())
+        .unwrap_err();
+    assert!(matches!(error, Error::Common(_)), "{error}");
+}
+
+#[test]
 fn sizes_and_deviations_are_checked() {
     let open = |options| ImageCaptionDataset::open([fixture("images/captions.jsonl")], options);
     let none = ImageOptions {

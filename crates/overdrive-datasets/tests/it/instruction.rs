@@ -1,13 +1,16 @@
 //! Instruction data: the tokens, and the labels that enter the loss.
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use overdrive_datasets::{
-    ChatFormat, ChatMessage, Dataset, EncodeOptions, IGNORE_INDEX, InstructionDataset,
-    InstructionEncoder, InstructionOptions, InstructionRecord, OnBadRecord, RenderedChat,
-    TokenizedExample,
+    ChatFormat, ChatMessage, Dataset, EncodeOptions, Error, ExampleCache, IGNORE_INDEX,
+    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, OnBadRecord,
+    PackPlan, RangeSource, RenderedChat, SequenceRows, Sha256Digest, TokenizedExample,
+    register_source,
 };
 use serde_json::{Value, json};
 
@@ -481,6 +484,99 @@ fn an_invalid_record_is_an_error_with_its_position_or_counted() {
         (2, 2, 4)
     );
     assert!(data.report().to_string().contains(&position));
+}
+
+/// A file on a server, in memory, whose records after the first cannot be read while the server is down.
+#[derive(Debug, Default)]
+struct Object {
+    bytes: Vec<u8>,
+    is_down: AtomicBool,
+    announced: Mutex<Vec<Range<u64>>>,
+}
+
+impl RangeSource for Object {
+    fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    fn version(&self) -> &str {
+        "1"
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> overdrive_datasets::Result<()> {
+        if offset > 0 && self.is_down.load(Ordering::SeqCst) {
+            return Err(Error::Remote {
+                path: "https://host/instruction.jsonl".into(),
+                problem: "the server does not answer".to_owned(),
+            });
+        }
+        out.copy_from_slice(&self.bytes[offset as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn prefetch(&self, ranges: &[Range<u64>]) {
+        self.announced.lock().unwrap().extend_from_slice(ranges);
+    }
+
+    fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
+        Ok(())
+    }
+}
+
+fn object(url: &str, lines: &[String]) -> Arc<Object> {
+    let object = Arc::new(Object {
+        bytes: (lines.join("\n") + "\n").into_bytes(),
+        ..Object::default()
+    });
+    register_source(url, Arc::clone(&object) as Arc<dyn RangeSource>);
+    object
+}
+
+#[test]
+fn a_failure_of_the_server_is_not_an_invalid_record() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = "https://host/instruction.jsonl";
+    let object = object(url, &lines(&[3, 4, 5]));
+    object.is_down.store(true, Ordering::SeqCst);
+    let options = InstructionOptions {
+        on_bad_record: OnBadRecord::Skip,
+        ..InstructionOptions::default()
+    };
+    let cache = ExampleCache {
+        folder: dir.path().to_owned(),
+        format: Sha256Digest::of(b"plain"),
+    };
+    let encoder = || encoder(EncodeOptions::default());
+    let error = InstructionDataset::open([url], encoder(), options).unwrap_err();
+    assert!(matches!(error, Error::Remote { .. }), "{error}");
+    let cached = || InstructionDataset::open_cached([url], encoder(), options, &cache);
+    let error = cached().unwrap_err();
+    assert!(matches!(error, Error::Remote { .. }), "{error}");
+    object.is_down.store(false, Ordering::SeqCst);
+    assert_eq!(cached().unwrap().len(), 3);
+}
+
+#[test]
+fn rows_of_packed_examples_announce_the_records_of_their_sequences() {
+    let url = "https://host/announced.jsonl";
+    let all = lines(&[3, 4, 5, 6]);
+    let object = object(url, &all);
+    let options = InstructionOptions::default();
+    let data = InstructionDataset::open([url], encoder(EncodeOptions::default()), options).unwrap();
+    let plan = PackPlan::one_each(data.lengths(), 64).unwrap();
+    let rows = SequenceRows::new(data, Arc::new(plan));
+    object.announced.lock().unwrap().clear();
+    rows.prefetch(&[3, 1, 99]);
+    let starts: Vec<u64> = object
+        .announced
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|range| range.start)
+        .collect();
+    let start =
+        |record: usize| -> u64 { all[..record].iter().map(|line| line.len() as u64 + 1).sum() };
+    assert_eq!(starts, [start(1), start(3)]);
 }
 
 #[test]

@@ -8,8 +8,8 @@ use arrow_buffer::OffsetBuffer;
 use arrow_ipc::writer::StreamWriter;
 use overdrive_core::random::uniform_below;
 use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, Error, RangeSource, Result, TableRecords,
-    register_source,
+    DataLoader, DataLoaderOptions, Dataset, Error, ErrorLog, ErrorPolicy, RangeSource, Result,
+    TableRecords, register_source,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -296,6 +296,7 @@ struct Object {
     bytes: Vec<u8>,
     read: AtomicUsize,
     has_changed: AtomicBool,
+    is_down: AtomicBool,
 }
 
 impl RangeSource for Object {
@@ -309,6 +310,12 @@ impl RangeSource for Object {
 
     fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.check_unchanged()?;
+        if self.is_down.load(Ordering::SeqCst) {
+            return Err(Error::Remote {
+                path: "https://host/down.parquet".into(),
+                problem: "the server does not answer".to_owned(),
+            });
+        }
         self.read.fetch_add(out.len(), Ordering::SeqCst);
         out.copy_from_slice(&self.bytes[offset as usize..][..out.len()]);
         Ok(())
@@ -379,4 +386,28 @@ fn changed_and_damaged_parquet_on_a_server_is_an_error() {
         let error = TableRecords::<Value>::open([url]).unwrap_err().to_string();
         assert!(error.contains(url), "{length} bytes: {error}");
     }
+}
+
+#[test]
+fn a_failure_of_the_server_or_the_disk_is_not_an_error_of_the_rows() {
+    let bytes = std::fs::read(fixture("tables/snappy.parquet")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("local.parquet");
+    std::fs::write(&path, &bytes).unwrap();
+    let url = "https://host/down.parquet";
+    let source = object(url, bytes);
+    let remote = TableRecords::<Value>::open([url]).unwrap();
+    let local = TableRecords::<Value>::open([&path]).unwrap();
+    source.is_down.store(true, Ordering::SeqCst);
+    std::fs::remove_file(&path).unwrap();
+    let log = ErrorLog::default();
+    for policy in [ErrorPolicy::Stop, ErrorPolicy::Skip, ErrorPolicy::Replace] {
+        let error = policy.get(&remote, 5, &log).unwrap_err();
+        assert!(matches!(error, Error::Remote { .. }), "{error}");
+        let error = policy.get(&local, 5, &log).unwrap_err();
+        assert!(matches!(error, Error::Common(_)), "{error}");
+    }
+    assert_eq!(log.count(), 0);
+    source.is_down.store(false, Ordering::SeqCst);
+    remote.get(5).unwrap();
 }

@@ -69,3 +69,26 @@ fn a_content_that_another_commit_has_is_not_downloaded_again() {
             .any(|request| request.method == "GET" && !request.path.contains("/api/"))
     );
 }
+
+#[test]
+fn a_pinned_snapshot_that_python_began_is_completed() {
+    let hub = Hub::new(&[("config.json", b"{}"), ("model.safetensors", b"w")]);
+    let folder = tempfile::tempdir().unwrap();
+    let snapshot = folder
+        .path()
+        .join("models--org--name/snapshots")
+        .join(COMMIT);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::write(snapshot.join("model.safetensors"), b"w").unwrap();
+    let pinned = format!("{NAME}@{COMMIT}");
+    // Without the hub, what is there has to do.
+    let mut offline = hub.options(folder.path());
+    offline.offline = true;
+    assert_eq!(model_path(&pinned, &offline).unwrap(), snapshot);
+    let options = hub.options(folder.path());
+    assert_eq!(model_path(&pinned, &options).unwrap(), snapshot);
+    assert_eq!(fs::read(snapshot.join("config.json")).unwrap(), b"{}");
+    hub.requests();
+    assert_eq!(model_path(&pinned, &options).unwrap(), snapshot);
+    assert!(hub.requests().is_empty());
+}

@@ -98,6 +98,56 @@ fn a_download_that_was_cut_short_is_no_complete_split() {
 }
 
 #[test]
+fn a_part_of_a_pinned_dataset_is_not_taken_for_all_of_it() {
+    let hub = hub(&[
+        ("de/train.jsonl", b"{\"text\": \"de\"}\n"),
+        ("en/train.jsonl", b"{\"text\": \"en\"}\n"),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let options = hub.options(folder.path());
+    let one = dataset_paths(format!("{NAME}/de@{COMMIT}"), &options).unwrap();
+    assert_eq!(one.len(), 1);
+    let mut offline = hub.options(folder.path());
+    offline.offline = true;
+    let whole = format!("{NAME}@{COMMIT}");
+    let error = dataset_paths(&whole, &offline).unwrap_err().to_string();
+    assert!(
+        error.contains("en/train.jsonl is not in the cache"),
+        "{error}"
+    );
+    let all = dataset_paths(&whole, &options).unwrap();
+    assert_eq!((all.len(), &all[0]), (2, &one[0]));
+    hub.requests();
+    // Now the cache has all of it, and its listing: nothing is asked for.
+    assert_eq!(dataset_paths(&whole, &options).unwrap(), all);
+    assert_eq!(dataset_paths(&whole, &offline).unwrap(), all);
+    assert!(hub.requests().is_empty());
+}
+
+#[test]
+fn a_download_of_files_without_numbers_that_was_cut_short_is_no_complete_split() {
+    let files: [(&str, &[u8]); 2] = [("a.jsonl", b"{}\n"), ("b.jsonl", b"{} \n")];
+    let broken = Hub::of_dataset_with_faults(&files, |request, reply| {
+        match request.is("GET", "b.jsonl") {
+            true => Reply::status(404).with("X-Error-Code", "EntryNotFound"),
+            false => reply,
+        }
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let pinned = format!("{NAME}@{COMMIT}");
+    assert!(dataset_paths(&pinned, &broken.options(folder.path())).is_err());
+    let hub = hub(&files);
+    let mut offline = hub.options(folder.path());
+    offline.offline = true;
+    assert!(matches!(
+        dataset_paths(&pinned, &offline),
+        Err(Error::Offline { .. })
+    ));
+    let paths = dataset_paths(&pinned, &hub.options(folder.path())).unwrap();
+    assert_eq!(paths.len(), 2);
+}
+
+#[test]
 fn the_data_of_a_run_keeps_paths_and_weights() {
     let hub = hub(&[
         ("train.jsonl", b"{\"text\": \"a\"}\n"),

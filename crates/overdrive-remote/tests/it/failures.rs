@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_datasets::{Error, registered_source};
@@ -252,6 +252,7 @@ fn two_urls_that_differ_in_their_queries_are_not_confused() {
     let options = options(folder.path());
     open(&server.url("a?id=1"), &options).unwrap();
     open(&server.url("a?id=1"), &options).unwrap();
+    server.set("a", b"two", "\"version-2\"");
     let error = open(&server.url("a?id=2"), &options)
         .unwrap_err()
         .to_string();
@@ -259,6 +260,56 @@ fn two_urls_that_differ_in_their_queries_are_not_confused() {
         error.contains("different queries") && !error.contains("id="),
         "{error}"
     );
+}
+
+#[test]
+fn a_signed_url_that_was_renewed_takes_the_place_of_the_old_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::with_faults(&[("a", &content(10_000))], |request, reply| {
+        match request.path.contains("signature=old") && !request.is_opening() {
+            true => Reply::status(403),
+            false => reply,
+        }
+    });
+    let options = options(folder.path());
+    let path = open(&server.url("a?signature=old"), &options).unwrap();
+    assert!(read(&path).is_err());
+    assert_eq!(
+        open(&server.url("a?signature=new"), &options).unwrap(),
+        path
+    );
+    assert!(read(&path).unwrap() == content(10_000));
+}
+
+#[test]
+fn a_failure_of_a_request_ahead_is_not_that_of_a_later_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let is_down = Arc::new(AtomicBool::new(false));
+    let fault = {
+        let is_down = Arc::clone(&is_down);
+        move |_: &Request, reply: Reply| match is_down.load(Ordering::SeqCst) {
+            true => Reply::status(503),
+            false => reply,
+        }
+    };
+    let server = Server::with_faults(&[("a", &content(50_000))], fault);
+    let mut options = options(folder.path());
+    options.retries = 0;
+    let path = open(&server.url("a"), &options).unwrap();
+    let source = registered_source(&path).unwrap();
+    is_down.store(true, Ordering::SeqCst);
+    source.prefetch(&[8192..8193, 8200..8201]);
+    // The read waits for the request ahead, makes its own, and returns the failure of that one.
+    let mut byte = [0];
+    assert!(source.read_at(8192, &mut byte).is_err());
+    assert_eq!(server.reads().len(), 2);
+    source.prefetch(&[8192..8193, 8200..8201]);
+    while server.reads().len() < 3 {
+        std::thread::yield_now();
+    }
+    is_down.store(false, Ordering::SeqCst);
+    source.read_at(8192, &mut byte).unwrap();
+    assert_eq!(byte[0], content(8193)[8192]);
 }
 
 #[test]

@@ -76,7 +76,7 @@ impl Client {
             .timeout_global(Some(options.request_timeout))
             .tls_config(tls.build());
         let server = options.tracking_uri.trim_end_matches('/').to_owned();
-        if is_loopback(&server) {
+        if overdrive_core::is_loopback(&server) {
             config = config.proxy(None);
         }
         let authorization = options.authorization();
@@ -293,11 +293,4 @@ fn field(value: &Value, name: &str) -> Attempt<String> {
         ))
     };
     value.as_str().map(str::to_owned).ok_or_else(missing)
-}
-
-fn is_loopback(server: &str) -> bool {
-    let host = server.split("://").nth(1).unwrap_or_default();
-    ["localhost", "127.", "[::1]"]
-        .iter()
-        .any(|start| host.starts_with(start))
 }

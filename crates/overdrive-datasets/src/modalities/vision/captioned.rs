@@ -52,6 +52,10 @@ impl Dataset for PatchCaptionDataset {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.images.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.images.check_unchanged()
     }

@@ -12,6 +12,7 @@ use arrow_ipc::{Block as IpcBlock, MessageHeader, RecordBatch as IpcRecordBatch,
 use overdrive_core::files::FileMap;
 
 use super::{Block, TableFile};
+use crate::Error;
 
 #[derive(Debug)]
 pub(super) struct ArrowFile {
@@ -105,14 +106,14 @@ impl TableFile for ArrowFile {
         &self.blocks
     }
 
-    fn read(&self, block: &Block) -> Result<RecordBatch, String> {
-        let location = self.batches.get(block.group).ok_or("no such batch")?;
-        let batch = self
-            .decoder
-            .read_record_batch(location, &bytes(&self.map, location)?);
+    fn read(&self, block: &Block) -> crate::Result<RecordBatch> {
+        let location = self.batches.get(block.group);
+        let location = location.ok_or_else(|| Error::other("no such batch"))?;
+        let bytes = bytes(&self.map, location).map_err(Error::other)?;
+        let batch = self.decoder.read_record_batch(location, &bytes);
         batch
-            .map_err(|error| error.to_string())?
-            .ok_or_else(|| "an empty message where a batch should be".to_owned())
+            .map_err(Error::other)?
+            .ok_or_else(|| Error::other("an empty message where a batch should be"))
     }
 }
 

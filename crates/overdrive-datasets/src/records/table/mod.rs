@@ -43,7 +43,12 @@ struct Block {
 trait TableFile: Send + Sync + std::fmt::Debug {
     fn blocks(&self) -> &[Block];
 
-    fn read(&self, block: &Block) -> std::result::Result<RecordBatch, String>;
+    /// Decodes a block.
+    ///
+    /// # Errors
+    /// [`Error::Other`] with the problem if the bytes of the block are damaged, which is an error about its rows, and other
+    /// errors if they cannot be read.
+    fn read(&self, block: &Block) -> Result<RecordBatch>;
 }
 
 /// The rows of Parquet files and of Arrow IPC files (the file and the stream format; `datasets` caches are
@@ -183,16 +188,17 @@ impl<T> TableRecords<T> {
         let block = &table.blocks()[at];
         // A decoder of another crate may panic on a damaged file, which becomes an error of these rows.
         let batch = catch_unwind(AssertUnwindSafe(|| table.read(block)))
-            .unwrap_or_else(|_| Err("the decoder panicked".to_owned()));
+            .unwrap_or_else(|_| Err(Error::other("the decoder panicked")));
         let batch = batch.and_then(|batch| match batch.num_rows() == block.rows {
             true => Ok(batch),
-            false => Err(format!(
+            false => Err(Error::other(format!(
                 "{} rows instead of {}",
                 batch.num_rows(),
                 block.rows
-            )),
+            ))),
         });
         batch.map_err(|problem| match state.check(path) {
+            _ if !problem.is_about_record() => problem,
             Err(error @ (Error::FileChanged { .. } | Error::Remote { .. })) => error,
             _ => Error::InvalidRecord {
                 path: path.clone(),

@@ -1,12 +1,13 @@
 //! Parquet files, whose row groups are decoded in blocks.
 
 use std::fs::File;
-use std::io::{BufReader, Seek, SeekFrom};
+use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use arrow_array::RecordBatch;
 use bytes::Bytes;
+use overdrive_core::Error as CommonError;
 use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder,
 };
@@ -15,9 +16,9 @@ use parquet::file::metadata::PageIndexPolicy;
 use parquet::file::reader::{ChunkReader, Length};
 
 use super::{Block, TableFile};
-use crate::RangeSource;
 use crate::index::read_source;
-use crate::range_source::RangeReader;
+use crate::range_source::{RangeReader, read_error};
+use crate::{Error, RangeSource};
 
 /// The maximum number of rows that are decoded to read one row.
 const BLOCK_ROWS: usize = 4096;
@@ -67,6 +68,82 @@ impl ChunkReader for RemoteChunks {
         let read = read_source(self.0.as_ref(), start..end);
         let bytes = read.map_err(|error| ParquetError::External(Box::new(error)))?;
         Ok(bytes.into())
+    }
+}
+
+/// The error of the disk or of the server that a reader met first: the decoder passes on only its text.
+#[derive(Debug, Clone, Default)]
+struct Failure(Arc<Mutex<Option<io::Error>>>);
+
+impl Failure {
+    fn lock(&self) -> MutexGuard<'_, Option<io::Error>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> Option<io::Error> {
+        self.lock().take()
+    }
+
+    /// Keeps an error, and returns one with its text.
+    fn note(&self, error: io::Error) -> io::Error {
+        let copy = io::Error::new(error.kind(), error.to_string());
+        // An interrupted read is repeated; a place beyond the end, or any file's, is that of damaged metadata.
+        use ErrorKind::{Interrupted, InvalidInput, UnexpectedEof};
+        if ![Interrupted, InvalidInput, UnexpectedEof].contains(&error.kind()) {
+            self.lock().get_or_insert(error);
+        }
+        copy
+    }
+
+    fn note_parquet(&self, error: ParquetError) -> ParquetError {
+        let ParquetError::External(source) = error else {
+            return error;
+        };
+        let error = source
+            .downcast::<io::Error>()
+            .map_or_else(io::Error::other, |error| *error);
+        self.note(error).into()
+    }
+}
+
+/// The bytes of a file whose errors are noted.
+struct NotedChunks<C> {
+    chunks: C,
+    failure: Failure,
+}
+
+impl<C: ChunkReader> Length for NotedChunks<C> {
+    fn len(&self) -> u64 {
+        self.chunks.len()
+    }
+}
+
+impl<C: ChunkReader> ChunkReader for NotedChunks<C> {
+    type T = NotedReader<C::T>;
+
+    fn get_read(&self, start: u64) -> parquet::errors::Result<Self::T> {
+        let reader = self.chunks.get_read(start);
+        Ok(NotedReader {
+            reader: reader.map_err(|error| self.failure.note_parquet(error))?,
+            failure: self.failure.clone(),
+        })
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> parquet::errors::Result<Bytes> {
+        let bytes = self.chunks.get_bytes(start, length);
+        bytes.map_err(|error| self.failure.note_parquet(error))
+    }
+}
+
+struct NotedReader<R> {
+    reader: R,
+    failure: Failure,
+}
+
+impl<R: Read> Read for NotedReader<R> {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let read = self.reader.read(out);
+        read.map_err(|error| self.failure.note(error))
     }
 }
 
@@ -123,18 +200,39 @@ impl TableFile for ParquetFile {
         &self.blocks
     }
 
-    fn read(&self, block: &Block) -> Result<RecordBatch, String> {
+    fn read(&self, block: &Block) -> crate::Result<RecordBatch> {
         match &self.input {
             Input::File(path) => {
-                let file = File::open(path).map_err(|error| error.to_string())?;
-                self.decode(file, block)
+                let file = File::open(path).map_err(CommonError::io("open", path))?;
+                self.read_from(file, path, block)
             }
-            Input::Remote(source) => self.decode(RemoteChunks(Arc::clone(source)), block),
+            // The errors of a source have its name.
+            Input::Remote(source) => {
+                self.read_from(RemoteChunks(Arc::clone(source)), Path::new(""), block)
+            }
         }
     }
 }
 
 impl ParquetFile {
+    fn read_from(
+        &self,
+        file: impl ChunkReader + 'static,
+        path: &Path,
+        block: &Block,
+    ) -> crate::Result<RecordBatch> {
+        let failure = Failure::default();
+        let chunks = NotedChunks {
+            chunks: file,
+            failure: failure.clone(),
+        };
+        self.decode(chunks, block)
+            .map_err(|problem| match failure.take() {
+                Some(failure) => read_error("read", path)(failure),
+                None => Error::other(problem),
+            })
+    }
+
     fn decode(
         &self,
         file: impl ChunkReader + 'static,

@@ -438,6 +438,10 @@ impl<const N: usize> Dataset for Records<N> {
         self.0.iter().map(|answers| answers.record(index)).collect()
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.0.iter().for_each(|answers| answers.prefetch(indices));
+    }
+
     fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
         self.0.iter().try_for_each(Dataset::check_unchanged)
     }

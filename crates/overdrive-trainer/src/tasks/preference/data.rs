@@ -169,6 +169,11 @@ impl Dataset for Pairs {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.chosen.prefetch(indices);
+        self.rejected.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
         self.chosen.check_unchanged()?;
         self.rejected.check_unchanged()
