@@ -164,8 +164,9 @@ impl CausalLm {
     /// shards) and `generation_config.json`. Copy the tokenizer's `tokenizer.json` beside them.
     ///
     /// Each file is written under a temporary name, synced and renamed, the weights before `config.json`: a
-    /// reader never sees an incomplete file. The folder as a whole is not atomic: a crash between two renames
-    /// over an older checkpoint leaves files of both.
+    /// reader never sees an incomplete file. The folder as a whole is not atomic: a crash between two renames over an
+    /// older checkpoint may leave its configuration beside the new weights, or shards without an index, which cannot be
+    /// loaded, but never a model with weights of both.
     ///
     /// # Errors
     /// [`Error::Common`] if the folder cannot be written; an error of libtorch if memory for the copy of one
