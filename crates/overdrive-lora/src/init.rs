@@ -48,7 +48,7 @@ pub(crate) struct NewAdapter {
     change: Option<Change>,
 }
 
-/// How an initialization changes the weight.
+/// The change that an initialization makes to the weight.
 enum Change {
     /// Subtracts `scale · B · A`. A and B have the precision in which they were computed.
     Subtract(Factors),

@@ -74,7 +74,7 @@ pub enum Error {
     UnwritableParameter {
         /// The name of the parameter.
         name: String,
-        /// What it is.
+        /// The property that prevents the update.
         problem: &'static str,
     },
 

@@ -56,7 +56,7 @@ pub enum Error {
     UnwritableTensor {
         /// The name of the tensor.
         name: String,
-        /// What it is, with the remedy.
+        /// The property that prevents the writing, with the remedy.
         problem: &'static str,
     },
     /// A tensor to write has a name that cannot be used.

@@ -53,7 +53,7 @@ pub struct RunOptions {
     pub silent: bool,
 }
 
-/// What `parameters` must be.
+/// The requirement on `parameters`, to complete "it must be".
 const SOME_PARAMETERS: &str = "the trainable parameters of the model, at least one";
 
 /// Checks that a program's optimizer updates parameters of the run only: of others, the run has neither the gradients
