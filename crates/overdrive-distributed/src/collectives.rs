@@ -89,7 +89,7 @@ impl GroupCalls<'_> {
             return Ok(output);
         }
         let (plain_op, divide) = self.backend_op(op, &output);
-        self.run(&Collective::ReduceScatterInto(&input, &output, plain_op))?;
+        self.run(&Collective::ReduceScatter(&input, &output, plain_op))?;
         self.pending(None, divide.into_iter().collect()).wait()?;
         Ok(output)
     }
@@ -369,10 +369,8 @@ fn describe(collective: &Collective<'_>) -> String {
         Collective::Reduce(tensor, op, root) => {
             (format!("reduce of {op:?} to {root}"), Some(*tensor))
         }
-        Collective::AllGather(tensor, _) | Collective::AllGatherInto(tensor, _) => {
-            ("all_gather".to_owned(), Some(*tensor))
-        }
-        Collective::ReduceScatter(_, tensor, op) | Collective::ReduceScatterInto(_, tensor, op) => {
+        Collective::AllGather(tensor, _) => ("all_gather".to_owned(), Some(*tensor)),
+        Collective::ReduceScatter(_, tensor, op) => {
             (format!("reduce_scatter of {op:?}"), Some(*tensor))
         }
         Collective::Gather(tensor, _, root) => (format!("gather to {root}"), Some(*tensor)),

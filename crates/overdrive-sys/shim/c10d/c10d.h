@@ -17,7 +17,6 @@ od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server, int3
 od_status* od_store_prefix(const od_store* store, const char* prefix, od_store** out) OD_NOEXCEPT;
 // Opens a second connection to the same server: a wait on one does not block the other.
 od_status* od_store_clone(const od_store* store, od_store** out) OD_NOEXCEPT;
-od_status* od_store_set_timeout(od_store* store, int64_t timeout_ms) OD_NOEXCEPT;
 od_status* od_store_set(od_store* store, const char* key, const uint8_t* value,
                         size_t len) OD_NOEXCEPT;
 // Waits until the key exists. The bytes are freed with `od_string_free`.
@@ -51,15 +50,13 @@ enum od_collective_kind {
   OD_BROADCAST = 1,        // inputs, in place, from `root`
   OD_REDUCE = 2,           // inputs, in place, to `root`
   OD_ALL_GATHER = 3,       // one input, `size` outputs
-  OD_ALL_GATHER_INTO = 4,  // one input, one output
-  OD_REDUCE_SCATTER = 5,   // `size` inputs, one output
-  OD_REDUCE_SCATTER_INTO = 6,  // one input, one output
-  OD_GATHER = 7,           // one input; `size` outputs at `root`
-  OD_SCATTER = 8,          // one output; `size` inputs at `root`
-  OD_ALL_TO_ALL = 9,       // one input, one output, equal chunks of the first dimension
-  OD_SEND = 10,            // inputs to `root`
-  OD_RECV = 11,            // inputs, in place, from `root`
-  OD_BARRIER = 12,
+  OD_REDUCE_SCATTER = 4,   // one input, one output; equal chunks of the first dimension
+  OD_GATHER = 5,           // one input; `size` outputs at `root`
+  OD_SCATTER = 6,          // one output; `size` inputs at `root`
+  OD_ALL_TO_ALL = 7,       // one input, one output, equal chunks of the first dimension
+  OD_SEND = 8,             // inputs to `root`
+  OD_RECV = 9,             // inputs, in place, from `root`
+  OD_BARRIER = 10,
 };
 typedef struct od_collective {
   int32_t kind;

@@ -395,13 +395,11 @@ extern "C" void od_group_free(od_group* group) noexcept {
 
 namespace {
 
-// libtorch 2.13 has renamed three functions.
+// libtorch 2.13 has renamed two functions.
 #if OVERDRIVE_TORCH_AT_LEAST(2, 13)
-constexpr auto all_gather_single = &c10d::ProcessGroup::all_gather_single;
 constexpr auto reduce_scatter_single = &c10d::ProcessGroup::reduce_scatter_single;
 constexpr auto all_to_all_single = &c10d::ProcessGroup::all_to_all_single;
 #else
-constexpr auto all_gather_single = &c10d::ProcessGroup::_allgather_base;
 constexpr auto reduce_scatter_single = &c10d::ProcessGroup::_reduce_scatter_base;
 constexpr auto all_to_all_single = &c10d::ProcessGroup::alltoall_base;
 #endif
@@ -447,17 +445,7 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
         lists.push_back(outputs);
         work = on.allgather(lists, inputs, timed<AllgatherOptions>(timeout));
         break;
-      case OD_ALL_GATHER_INTO:
-        work = (on.*all_gather_single)(outputs.at(0), inputs.at(0), timed<AllgatherOptions>(timeout));
-        break;
       case OD_REDUCE_SCATTER: {
-        auto options = timed<ReduceScatterOptions>(timeout);
-        options.reduceOp = reduce;
-        lists.push_back(inputs);
-        work = on.reduce_scatter(outputs, lists, options);
-        break;
-      }
-      case OD_REDUCE_SCATTER_INTO: {
         auto options = timed<ReduceScatterOptions>(timeout);
         options.reduceOp = reduce;
         work = (on.*reduce_scatter_single)(outputs.at(0), inputs.at(0), options);

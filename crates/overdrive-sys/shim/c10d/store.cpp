@@ -54,10 +54,6 @@ extern "C" od_status* od_store_clone(const od_store* store, od_store** out) noex
   return guard([&] { *out = new od_store{store->store->clone()}; });
 }
 
-extern "C" od_status* od_store_set_timeout(od_store* store, int64_t timeout_ms) noexcept {
-  return guard([&] { store->store->setTimeout(std::chrono::milliseconds(timeout_ms)); });
-}
-
 extern "C" od_status* od_store_set(od_store* store, const char* key, const uint8_t* value,
                                    size_t len) noexcept {
   return guard([&] { store->store->set(key, bytes(value, len)); });

@@ -33,15 +33,13 @@ pub(super) enum CollectiveKind {
     Broadcast = 1,
     Reduce = 2,
     AllGather = 3,
-    AllGatherInto = 4,
-    ReduceScatter = 5,
-    ReduceScatterInto = 6,
-    Gather = 7,
-    Scatter = 8,
-    AllToAll = 9,
-    Send = 10,
-    Recv = 11,
-    Barrier = 12,
+    ReduceScatter = 4,
+    Gather = 5,
+    Scatter = 6,
+    AllToAll = 7,
+    Send = 8,
+    Recv = 9,
+    Barrier = 10,
 }
 
 #[repr(C)]
@@ -95,7 +93,6 @@ unsafe extern "C" {
         out: *mut *mut RawStore,
     ) -> *mut Status;
     pub(super) fn od_store_clone(store: *const RawStore, out: *mut *mut RawStore) -> *mut Status;
-    pub(super) fn od_store_set_timeout(store: *mut RawStore, timeout_ms: i64) -> *mut Status;
     pub(super) fn od_store_set(
         store: *mut RawStore,
         key: *const c_char,

@@ -61,12 +61,8 @@ pub enum Collective<'a> {
     Reduce(&'a Tensor, ReduceOp, usize),
     /// Copies the inputs of all ranks into the outputs of all ranks; each rank has one output per rank.
     AllGather(&'a Tensor, &'a [Tensor]),
-    /// As `AllGather`, with one output that is the concatenation of the inputs.
-    AllGatherInto(&'a Tensor, &'a Tensor),
-    /// Reduces the inputs k of all ranks into the output of rank k.
-    ReduceScatter(&'a [Tensor], &'a Tensor, ReduceOp),
-    /// As `ReduceScatter`, with one input that is cut into equal chunks along the first dimension.
-    ReduceScatterInto(&'a Tensor, &'a Tensor, ReduceOp),
+    /// Reduces chunk k of the inputs of all ranks, equal chunks along the first dimension, into the output of rank k.
+    ReduceScatter(&'a Tensor, &'a Tensor, ReduceOp),
     /// Copies the inputs of all ranks into the root's outputs; the other ranks pass no outputs.
     Gather(&'a Tensor, &'a [Tensor], usize),
     /// Copies the root's input k into the output of rank k; the other ranks pass no inputs.
@@ -317,16 +313,9 @@ impl Call {
             Collective::AllGather(input, outputs) => {
                 new(Kind::AllGather, one(input), handles(outputs))
             }
-            Collective::AllGatherInto(input, output) => {
-                new(Kind::AllGatherInto, one(input), one(output))
-            }
-            Collective::ReduceScatter(inputs, output, op) => Call {
+            Collective::ReduceScatter(input, output, op) => Call {
                 op,
-                ..new(Kind::ReduceScatter, handles(inputs), one(output))
-            },
-            Collective::ReduceScatterInto(input, output, op) => Call {
-                op,
-                ..new(Kind::ReduceScatterInto, one(input), one(output))
+                ..new(Kind::ReduceScatter, one(input), one(output))
             },
             Collective::Gather(input, outputs, root) => Call {
                 root,

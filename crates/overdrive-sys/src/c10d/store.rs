@@ -37,8 +37,8 @@ unsafe impl Sync for Store {}
 
 impl Store {
     /// Listens at `host:port` or connects to it, and returns the store and its port. A server with port 0
-    /// chooses a free port. `timeout` limits connecting and, until [`set_timeout`](Self::set_timeout),
-    /// each call that waits for a key.
+    /// chooses a free port. `timeout` limits connecting and each call that waits for
+    /// a key.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if the port is in use or the server does not answer in time.
@@ -96,16 +96,6 @@ impl Store {
         let status = unsafe { ffi::od_store_clone(self.raw, &raw mut raw) };
         check(status, "opening a second connection to a store")?;
         Ok(Self { raw })
-    }
-
-    /// Sets the timeout of later calls that wait for a key.
-    ///
-    /// # Errors
-    /// [`crate::Error::Torch`] if libtorch throws.
-    pub fn set_timeout(&self, timeout: Duration) -> Result<()> {
-        // SAFETY: the store is alive.
-        let status = unsafe { ffi::od_store_set_timeout(self.raw, millis(timeout)) };
-        check(status, "setting the timeout of a store")
     }
 
     /// Sets the value of `key`.
