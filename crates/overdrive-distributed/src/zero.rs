@@ -1,6 +1,7 @@
 //! An optimizer whose states are sharded over the ranks (ZeRO stage 1).
 
 use overdrive_optim::{GradScaling, Optimizer, OptimizerId, ParamGroup, StateDict};
+use overdrive_sys::storage::bump_versions;
 use tch::Tensor;
 
 use crate::{ProcessGroup, ReduceOp, Result};
@@ -113,7 +114,11 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
             .filter(|(_, tensor)| tensor.numel() > 0)
             .map(|(owner, tensor)| self.group.broadcast_async(tensor, *owner))
             .collect::<Result<Vec<_>>>()?;
-        pending.into_iter().try_for_each(crate::Pending::wait)
+        pending.into_iter().try_for_each(crate::Pending::wait)?;
+        // A broadcast counts no change of a parameter.
+        Ok(bump_versions(
+            self.owned.iter().flatten().map(|(_, tensor)| tensor),
+        )?)
     }
 }
 

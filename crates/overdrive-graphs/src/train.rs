@@ -3,6 +3,7 @@
 use overdrive_accumulation::{AccumulationConfig, DeviceAccumulator, DeviceLoss, DeviceStep};
 use overdrive_core::{Error as CommonError, check_at_least, check_option};
 use overdrive_optim::{AdamW, Optimizer};
+use overdrive_sys::storage::bump_versions;
 use tch::{Device, Tensor};
 
 use crate::error::cuda_index;
@@ -212,7 +213,10 @@ where
     /// # Errors
     /// Errors of libtorch.
     pub fn step(&mut self) -> Result<&DeviceStep> {
-        self.graph.replay()
+        let step = self.graph.replay()?;
+        // A replay counts no change of the parameters.
+        bump_versions(&self.step.optimizer.parameters())?;
+        Ok(step)
     }
 
     /// Returns the optimizer, for schedules and snapshots. The next replay uses its learning rates, and continues

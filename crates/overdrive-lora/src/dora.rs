@@ -6,6 +6,8 @@ use std::sync::PoisonError;
 use overdrive_autograd::NoGradGuard;
 use overdrive_nn::LinearWeight;
 use overdrive_precision::Autocast;
+use overdrive_sys::compiled::is_capturing;
+use overdrive_sys::engine::is_grad_enabled;
 use tch::{Device, Kind, Tensor};
 
 use crate::{LoraAdapter, Result};
@@ -102,6 +104,10 @@ fn cached_row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tens
     let Some(key) = key(weight, adapter) else {
         return row_norms(weight, adapter);
     };
+    // Norms from the cache would be constants of a captured training step, which changes A and B.
+    if is_capturing() && is_grad_enabled() {
+        return row_norms(weight, adapter);
+    }
     // The cache is written in one assignment, so a thread that panicked has left it valid.
     let mut cache = adapter
         .row_norms

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_rates, step_count};
-use crate::kernels::{FactoredUpdate, adafactor_step, bump_version};
+use crate::kernels::{FactoredUpdate, adafactor_step};
 use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Adafactor`]. The defaults are those of transformers' `Adafactor`, except that the
@@ -253,8 +253,7 @@ impl AdafactorRule {
         match &job.state.squares {
             Squares::Factored { rows, columns } if on_slices && job.state.exp_avg.is_none() => {
                 let gradient = job.gradient.f_contiguous()?;
-                adafactor_step(&update, parameter, &gradient, rows, columns)?;
-                bump_version(parameter)
+                adafactor_step(&update, parameter, &gradient, rows, columns)
             }
             _ => self.by_operators(&update, job),
         }

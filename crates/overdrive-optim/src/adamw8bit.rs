@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 use crate::checks::{bytes, check_adam_options, step_count};
 use crate::code_book::BLOCK;
 use crate::joint_update::{JointUpdate, WINDOW, flat_range, scales_of};
-use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version};
+use crate::kernels::{AdamNumbers, Quantized, adam8};
 use crate::operators::{self, Piece};
 use crate::paging::{Allocated, Pager, Request, Storage};
 use crate::update_rule::{Job, Rule, StateTensors, optimizer};
@@ -325,10 +325,8 @@ pub(crate) fn step_one(
         }
         start = range.end;
     }
-    // The kernel writes behind libtorch's back, which must still notice the in-place change.
-    if parameter.is_contiguous() {
-        bump_version(parameter)
-    } else {
-        Ok(parameter.shallow_clone().f_copy_(&dense)?)
+    if !parameter.is_contiguous() {
+        parameter.shallow_clone().f_copy_(&dense)?;
     }
+    Ok(())
 }

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::checks::{check_betas, check_rates};
-use crate::kernels::{LionNumbers, bump_version, lion};
+use crate::kernels::{LionNumbers, lion};
 use crate::update_rule::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Lion`]. The defaults are those of the paper, the learning rate that of its authors' code.
@@ -126,8 +126,6 @@ impl Rule for LionRule {
                 with_element!(job.parameter.kind(), T => {
                     lion::<T>(&numbers, &job.parameter, &gradient, job.state)?;
                 });
-                // The kernel writes behind libtorch's back, which must still notice the in-place change.
-                bump_version(&job.parameter)?;
             } else {
                 by_operators(&numbers, job)?;
             }

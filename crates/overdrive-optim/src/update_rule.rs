@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
+use overdrive_sys::storage::bump_versions;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tch::Tensor;
 
@@ -177,7 +178,14 @@ impl<R: Rule> Engine<R> {
                 state,
             });
         }
-        self.rule.step(jobs)
+        let parameters: Vec<Tensor> = jobs
+            .iter()
+            .map(|job| job.parameter.shallow_clone())
+            .collect();
+        let stepped = self.rule.step(jobs);
+        // Kernels write behind libtorch's back, also those of a step that then failed.
+        bump_versions(&parameters)?;
+        stepped
     }
 
     /// Creates the missing states of the chosen parameters, all or none.

@@ -144,6 +144,14 @@ extern "C" od_status* od_storage_of(od_tensor tensor, od_storage** out, const vo
 
 extern "C" void od_storage_free(od_storage* storage) noexcept { delete storage; }
 
+extern "C" od_status* od_bump_versions(const od_tensor* tensors, size_t count) noexcept {
+  return overdrive::guard([&] {
+    for (size_t k = 0; k < count; ++k) {
+      static_cast<const at::Tensor*>(tensors[k])->unsafeGetTensorImpl()->bump_version();
+    }
+  });
+}
+
 struct od_copy_event {
   c10::Event event;
 };

@@ -168,6 +168,8 @@ int32_t od_backward_threads_set(int32_t enabled) OD_NOEXCEPT;
 typedef struct od_storage od_storage;
 od_status* od_storage_of(od_tensor tensor, od_storage** out, const void** address) OD_NOEXCEPT;
 void od_storage_free(od_storage* storage) OD_NOEXCEPT;
+// Counts a change of each tensor, as an in-place operator does.
+od_status* od_bump_versions(const od_tensor* tensors, size_t count) OD_NOEXCEPT;
 // Copies between host and device on a separate stream, after the work that is queued on the current stream.
 // `done` is null for a copy within the host, which has finished on return.
 typedef struct od_copy_event od_copy_event;

@@ -370,6 +370,7 @@ unsafe extern "C" {
         address: *mut *const c_void,
     ) -> *mut Status;
     pub(crate) fn od_storage_free(storage: *mut RawStorage);
+    pub(crate) fn od_bump_versions(tensors: *const RawTensor, count: usize) -> *mut Status;
     pub(crate) fn od_copy_async(
         from: RawTensor,
         to: RawTensor,

@@ -50,6 +50,19 @@ impl Drop for StorageId {
     }
 }
 
+/// Counts a change of each tensor, as an in-place operator does. A kernel that writes to a tensor, such as libtorch's
+/// fused optimizers, does not count it: a backward pass that needs the old values would use the new ones, and a value
+/// that is cached by the tensor's version would stay.
+///
+/// # Errors
+/// [`crate::Error::Torch`] for tensors of inference mode, which have no version.
+pub fn bump_versions<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Result<()> {
+    let handles: Vec<_> = tensors.into_iter().map(handle).collect();
+    // SAFETY: the handles are valid while the tensors are borrowed.
+    let status = unsafe { ffi::od_bump_versions(handles.as_ptr(), handles.len()) };
+    check(status, "counting a change of tensors")
+}
+
 /// Returns `true` if the memory of two tensors on the CPU may overlap: if their address ranges, from the first to the
 /// last element, intersect. Tensors on other devices, of other layouts or without elements have no such range.
 pub fn memory_overlaps(a: &Tensor, b: &Tensor) -> bool {

@@ -154,8 +154,7 @@ impl Gain {
             };
             Ok(wide.f_add_scalar(1.0)?)
         };
-        // A trained parameter gets its gradient through the sum. Its gain is not cached without a graph
-        // either: optimizers write to parameters without a change of libtorch's version.
+        // A trained parameter gets its gradient through the sum.
         if weight.requires_grad() {
             return compute();
         }

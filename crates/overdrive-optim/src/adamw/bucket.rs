@@ -1,6 +1,7 @@
 //! Buckets: the parameters that one kernel call updates together, and the fused and the plain update.
 
 use overdrive_sys::op::{Value, call};
+use overdrive_sys::storage::bump_versions;
 use tch::{Device, Kind, Tensor};
 
 use super::config::AdamWConfig;
@@ -224,7 +225,8 @@ impl Bucket {
             let arguments = [Value::Tensors(&self.parameters), Value::Tensors(&dense)];
             call("aten::_foreach_copy_", "", &arguments)?;
         }
-        Ok(())
+        // libtorch's fused kernels count no change.
+        Ok(bump_versions(&self.parameters)?)
     }
 
     /// Returns the parameters in the layout of their averages, as copies where the layouts differ: for a parameter

@@ -1,7 +1,7 @@
 //! The elements of tensors, for kernels.
 
 use overdrive_sys::raw::{self, Element};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::Result;
 
@@ -27,13 +27,4 @@ pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
 pub(super) unsafe fn write<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
     // SAFETY: the caller's promise.
     Ok(unsafe { raw::slice_mut(tensor)? })
-}
-
-/// Tells autograd that a tensor changed, as an in-place operator would: a backward pass that needs the old
-/// values then fails instead of using the new ones.
-pub(crate) fn bump_version(tensor: &Tensor) -> Result<()> {
-    debug_assert!(tensor.kind() != Kind::Bool);
-    // An in-place operator on no elements costs nothing and counts as a change of the whole storage.
-    let _ = tensor.f_view(-1i64)?.f_narrow(0, 0, 0)?.f_zero_()?;
-    Ok(())
 }

@@ -14,5 +14,4 @@ mod lion;
 pub(crate) use adafactor::{FactoredUpdate, adafactor_step};
 pub(crate) use adam::AdamNumbers;
 pub(crate) use adam8::{Quantized, adam8};
-pub(crate) use elements::bump_version;
 pub(crate) use lion::{LionNumbers, lion};

@@ -79,6 +79,21 @@ fn other_memory_for_the_handle_of_a_state_changes_neither_that_memory_nor_the_op
 }
 
 #[test]
+fn a_step_counts_as_a_change_of_its_parameters_as_an_in_place_operator_does() {
+    // The loops of this crate and libtorch's fused kernels write memory past libtorch.
+    for (name, make) in ALL {
+        let parameter = with_gradient(&values(), &values());
+        let output = parameter.square().sum(Kind::Float);
+        make(one_group("w", &parameter)).step().unwrap();
+        let error = output.f_backward().unwrap_err().to_string();
+        assert!(
+            error.contains("modified by an inplace operation"),
+            "{name}: {error}"
+        );
+    }
+}
+
+#[test]
 fn a_gradient_in_the_memory_of_its_parameter_or_state_is_read_before_both_are_written() {
     // Not AdamW: libtorch's kernel reads the gradient as it goes, as in PyTorch.
     for (name, make) in ALL.into_iter().skip(1) {

@@ -1,8 +1,18 @@
 use std::marker::PhantomData;
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::ffi;
 use crate::error::{Error, Result, check};
+
+/// The number of captures under way.
+static CAPTURES: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns `true` while any thread of the process captures a [`Graph`]. A value that captured work takes from a cache
+/// is a constant of the graph.
+pub fn is_capturing() -> bool {
+    CAPTURES.load(Ordering::SeqCst) > 0
+}
 
 /// A CUDA graph (`at::cuda::CUDAGraph`) with its own stream.
 ///
@@ -80,7 +90,7 @@ impl Graph {
         let pool = pool_of.map_or(ptr::null(), |graph| graph.raw.cast_const());
         // SAFETY: both graphs are alive.
         check(unsafe { ffi::od_graph_begin(self.raw, pool) }, operation)?;
-        let capture = CaptureGuard(self.raw);
+        let capture = CaptureGuard::enter(self.raw);
         let done = work().map_err(CaptureError::Work)?;
         // SAFETY: the graph is alive; the bytes are written only on success.
         let status = unsafe { ffi::od_graph_end(self.raw, &raw mut self.pool_bytes) };
@@ -179,8 +189,16 @@ impl Drop for StreamGuard {
 /// A guard that ends a capture whose work failed.
 struct CaptureGuard(*mut ffi::RawGraph);
 
+impl CaptureGuard {
+    fn enter(raw: *mut ffi::RawGraph) -> Self {
+        CAPTURES.fetch_add(1, Ordering::SeqCst);
+        Self(raw)
+    }
+}
+
 impl Drop for CaptureGuard {
     fn drop(&mut self) {
+        CAPTURES.fetch_sub(1, Ordering::SeqCst);
         // SAFETY: the graph is alive; the call has no effect after a capture that has ended.
         unsafe { ffi::od_graph_abort(self.0) }
     }

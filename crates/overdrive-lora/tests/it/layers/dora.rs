@@ -1,6 +1,7 @@
 //! DoRA: dropout, autocast, and the magnitude after changes.
 
 use super::*;
+use overdrive_optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use overdrive_precision::Autocast;
 
 #[test]
@@ -129,6 +130,22 @@ fn dora_follows_every_change_of_its_tensors() {
         let adapter = lora_adapter(layer, "a").unwrap();
         let tensor = [adapter.a(), adapter.b(), adapter.magnitude().unwrap()][place];
         let _ = change(tensor);
+        check(layer);
+    }
+    // libtorch's fused kernel, as the trainer steps.
+    let adapter = lora_adapter(layer, "a").unwrap();
+    let trained = [("a", adapter.a()), ("b", adapter.b())];
+    let trained = trained.map(|(name, tensor)| (name.to_owned(), tensor.shallow_clone()));
+    let config = AdamWConfig {
+        learning_rate: 0.1,
+        ..AdamWConfig::default()
+    };
+    let mut adamw = AdamW::new(vec![ParamGroup::new("lora", trained.into())], config).unwrap();
+    for _ in 0..3 {
+        let y = layer.forward(&x).unwrap();
+        y.square().sum(Kind::Float).backward();
+        adamw.step().unwrap();
+        adamw.zero_grad().unwrap();
         check(layer);
     }
     if let overdrive_nn::LinearWeight::Dense { weight, .. } = layer.weight() {
