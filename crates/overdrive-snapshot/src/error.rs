@@ -151,6 +151,17 @@ pub enum Error {
         /// The reason, if known.
         reason: String,
     },
+    /// Another rank could not open the folder of the run.
+    #[error(
+        "rank {rank} could not open the folder of the run, {}; its own output has the error",
+        folder.display()
+    )]
+    PeerFolder {
+        /// The rank.
+        rank: usize,
+        /// The folder.
+        folder: PathBuf,
+    },
     /// An error of a safetensors file.
     #[error(transparent)]
     Safetensors(#[from] overdrive_safetensors::Error),
@@ -163,8 +174,10 @@ pub enum Error {
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Tch(#[from] tch::TchError),
-    /// The thread that writes snapshots has ended.
-    #[error("the thread that writes snapshots has ended; open the folder again")]
+    /// The thread that wrote a snapshot panicked.
+    #[error(
+        "the thread that wrote a snapshot panicked; standard error has its message, and later saves start a new thread"
+    )]
     WriterEnded,
 }
 

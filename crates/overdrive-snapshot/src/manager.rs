@@ -1,5 +1,3 @@
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -11,9 +9,10 @@ use crate::ranks::{Ranks, SingleProcess};
 use crate::rotation::best_of;
 use crate::save_job::{Peers, QUIET_LIMIT, SaveJob};
 use crate::staging::Staging;
-use crate::writer::{Rotation, SaveOutcome, Writer, save};
+use crate::writer::{BackgroundSave, Done, Rotation, SaveOutcome, save};
 use crate::{Contents, Error, FolderLock, Result, RunState, Scope, Snapshot};
 use overdrive_core::Error as CommonError;
+use overdrive_core::random::entropy;
 
 /// A manager that writes, finds and rotates the snapshots of one run.
 ///
@@ -29,7 +28,8 @@ pub struct SnapshotManager {
     /// The lock on the folder; `None` on a rank that shares the folder of rank 0.
     lock: Option<FolderLock>,
     staging: Staging,
-    writer: Option<Writer>,
+    /// The snapshot that a thread is writing.
+    saving: Option<BackgroundSave>,
     /// The flag that is set when the process is to end.
     interrupt: Option<Arc<AtomicBool>>,
     /// The outcomes since the last call of [`SnapshotManager::outcomes`].
@@ -49,7 +49,8 @@ impl SnapshotManager {
     /// Opens the folder of a run of several processes. Every rank must call it.
     ///
     /// # Errors
-    /// As for [`SnapshotManager::open`], and [`Error::Common`] if a rank is lost.
+    /// As for [`SnapshotManager::open`], [`Error::PeerFolder`] if another rank cannot open the folder, and
+    /// [`Error::Common`] if a rank is lost.
     pub fn with_ranks(
         folder: impl AsRef<Path>,
         options: SnapshotOptions,
@@ -64,22 +65,14 @@ impl SnapshotManager {
             Ok(None)
         };
         // The ranks exchange whether they failed before any of them returns: otherwise the others would wait for
-        // the failed one. Rank 0's random number becomes the id of the run; a `RandomState` is seeded by the
-        // operating system.
-        let own = [
-            u64::from(prepared.is_err()),
-            RandomState::new().build_hasher().finish(),
-        ];
+        // the failed one. Rank 0's random number becomes the id of the run.
+        let own = [u64::from(prepared.is_err()), entropy()];
         let all = ranks
             .all_gather(&own)
             .map_err(CommonError::io("agree on the folder", &folder))?;
         let lock = prepared?;
         if let Some(rank) = all.iter().position(|own| own.first() != Some(&0)) {
-            return Err(Error::Peer {
-                rank,
-                step: 0,
-                reason: "it could not open the folder; its own output has the error".into(),
-            });
+            return Err(Error::PeerFolder { rank, folder });
         }
         let run = all.first().and_then(|own| own.get(1)).copied();
         Ok(SnapshotManager {
@@ -90,7 +83,7 @@ impl SnapshotManager {
             saves: 0,
             lock,
             staging: Staging::new(max_pinned_bytes),
-            writer: None,
+            saving: None,
             interrupt: None,
             outcomes: Vec::new(),
         })
@@ -200,19 +193,12 @@ impl SnapshotManager {
             if let Ok(report) = &mut outcome.result {
                 report.blocked_seconds = began.elapsed().as_secs_f64();
             }
-            self.staging.reuse(entries);
-            self.outcomes.push(outcome);
+            self.record((outcome, entries));
             return Ok(());
         }
-        // The thread starts with the first snapshot, so that a run without any has none.
-        let writer = match &mut self.writer {
-            Some(writer) => writer,
-            empty => {
-                let started = Writer::start().map_err(CommonError::io("write", &self.folder))?;
-                empty.insert(started)
-            }
-        };
-        writer.send(job, rotation, began.elapsed().as_secs_f64())
+        let saving = BackgroundSave::start(job, rotation, began.elapsed().as_secs_f64());
+        self.saving = Some(saving.map_err(CommonError::io("write", &self.folder))?);
+        Ok(())
     }
 
     /// Saves everything that `state` registers, after `step` steps. `metric`, such as the loss on the evaluation
@@ -268,8 +254,12 @@ impl SnapshotManager {
     /// # Errors
     /// [`Error::WriterEnded`].
     pub fn outcomes(&mut self) -> Result<Vec<SaveOutcome>> {
-        while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::poll)? {
-            self.record(done);
+        if self
+            .saving
+            .as_ref()
+            .is_some_and(BackgroundSave::is_finished)
+        {
+            self.settle()?;
         }
         Ok(std::mem::take(&mut self.outcomes))
     }
@@ -313,13 +303,13 @@ impl SnapshotManager {
     /// # Errors
     /// [`Error::WriterEnded`].
     pub fn settle(&mut self) -> Result<()> {
-        while let Some(done) = self.writer.as_mut().map_or(Ok(None), Writer::next)? {
-            self.record(done);
+        if let Some(saving) = self.saving.take() {
+            self.record(saving.wait()?);
         }
         Ok(())
     }
 
-    fn record(&mut self, (outcome, entries): (SaveOutcome, Vec<crate::contents::Entry>)) {
+    fn record(&mut self, (outcome, entries): Done) {
         self.staging.reuse(entries);
         self.outcomes.push(outcome);
     }
@@ -344,78 +334,83 @@ impl SnapshotManager {
     pub fn latest(&self) -> Result<Option<Snapshot>> {
         let listed = folder::scan(&self.folder);
         // A rank that fails tells the others, so that they do not wait for it.
-        let own: Vec<u64> = match &listed {
-            Ok(found) => {
-                let steps = found.snapshots.iter().map(Snapshot::step);
-                [0, found.damaged.len() as u64]
-                    .into_iter()
-                    .chain(steps)
-                    .collect()
-            }
-            Err(_) => vec![1],
-        };
-        let all = self.gather(&own)?;
+        let own = listed.as_ref().ok().map(Found::of);
+        let sent = self.gather(&Found::encode(own.as_ref()))?;
         let Listing {
             snapshots,
             mut damaged,
         } = listed?;
-        if let Some(rank) = all.iter().position(|sent| sent.first() != Some(&0)) {
-            return Err(self.none_complete(vec![unread(rank)]));
+        let mut found = Vec::new();
+        for (rank, sent) in sent.iter().enumerate() {
+            let decoded = Found::decode(sent);
+            found.push(decoded.ok_or_else(|| self.none_complete(vec![unread(rank)]))?);
         }
-        let steps_of = |sent: &[u64]| sent.get(2..).unwrap_or_default().to_vec();
         // The steps that all ranks have: a rank killed while writing may lack the last one.
-        let mut common = steps_of(&all[0]);
-        common.retain(|step| all.iter().all(|sent| steps_of(sent).contains(step)));
+        let mut common = found[0].steps.clone();
+        common.retain(|step| found.iter().all(|of_rank| of_rank.steps.contains(step)));
         common.dedup();
         for step in common {
-            let found = snapshots.iter().find(|one| one.step() == step);
-            let verified = self.verify(found);
-            let code = match &verified {
-                Ok(()) => 0,
-                Err(Error::Damaged { .. }) => 1,
-                Err(_) => 2,
-            };
-            let codes = self.gather(&[code])?;
-            match verified {
-                Ok(()) => {}
-                Err(Error::Damaged { path, .. }) if folder::is_gone(&path) => {}
-                Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
-                // The snapshot may be intact, and a run that fell back past it would lose steps.
-                Err(error) => return Err(error),
-            }
-            if let Some(rank) = codes.iter().position(|code| *code == [2]) {
-                return Err(self.none_complete(vec![unread(rank)]));
-            }
-            if let Some(newest) = found.filter(|_| codes.iter().all(|code| *code == [0])) {
-                // For a shared folder, only one rank warns.
-                if self.owns_folder() {
-                    for (path, reason) in damaged {
-                        tracing::warn!(
-                            "{} is damaged ({reason}) and is skipped; the newest complete snapshot is {}",
-                            path.display(),
-                            newest.path().display()
-                        );
-                    }
-                }
+            let snapshot = snapshots.iter().find(|one| one.step() == step);
+            if let Some(newest) = self.verify_on_all(snapshot, &mut damaged)? {
+                self.warn_of_skipped(&damaged, newest);
                 return Ok(Some(newest.clone()));
             }
         }
-        let has_any = |sent: &Vec<u64>| sent.len() > 2 || sent.get(1) != Some(&0);
-        if !all.iter().any(has_any) {
+        if found.iter().all(Found::is_empty) {
             return Ok(None);
         }
         // A restart at step 0 would overwrite snapshots that might be repairable.
         let damaged = damaged.iter();
         let damaged = damaged.map(|(path, reason)| format!("{} ({reason})", path.display()));
         let mut problems: Vec<String> = damaged.collect();
-        if all.len() > 1 {
-            let ranks = all.iter().enumerate();
-            problems.extend(ranks.map(|(rank, sent)| {
-                let steps = steps_of(sent);
+        if found.len() > 1 {
+            let ranks = found.iter().enumerate();
+            problems.extend(ranks.map(|(rank, Found { steps, .. })| {
                 format!("rank {rank} has snapshots of steps {steps:?}")
             }));
         }
         Err(self.none_complete(problems))
+    }
+
+    /// Returns the snapshot if its checksums are valid on all ranks, and adds it to `damaged` if they are not on this
+    /// one.
+    fn verify_on_all<'s>(
+        &self,
+        snapshot: Option<&'s Snapshot>,
+        damaged: &mut Vec<(PathBuf, String)>,
+    ) -> Result<Option<&'s Snapshot>> {
+        const WHOLE: u64 = 0;
+        const DAMAGED: u64 = 1;
+        const UNREAD: u64 = 2;
+        let verified = self.verify(snapshot);
+        let own = match &verified {
+            Ok(()) => WHOLE,
+            Err(Error::Damaged { .. }) => DAMAGED,
+            Err(_) => UNREAD,
+        };
+        let all = self.gather(&[own])?;
+        match verified {
+            Ok(()) => {}
+            Err(Error::Damaged { path, .. }) if folder::is_gone(&path) => {}
+            Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
+            // The snapshot may be intact, and a run that fell back past it would lose steps.
+            Err(error) => return Err(error),
+        }
+        if let Some(rank) = all.iter().position(|code| *code == [UNREAD]) {
+            return Err(self.none_complete(vec![unread(rank)]));
+        }
+        Ok(snapshot.filter(|_| all.iter().all(|code| *code == [WHOLE])))
+    }
+
+    /// Warns of the damaged snapshots that are skipped; in a shared folder, one rank does.
+    fn warn_of_skipped(&self, damaged: &[(PathBuf, String)], newest: &Snapshot) {
+        for (path, reason) in damaged.iter().filter(|_| self.owns_folder()) {
+            tracing::warn!(
+                "{} is damaged ({reason}) and is skipped; the newest complete snapshot is {}",
+                path.display(),
+                newest.path().display()
+            );
+        }
     }
 
     fn none_complete(&self, problems: Vec<String>) -> Error {
@@ -492,6 +487,40 @@ impl std::fmt::Debug for SnapshotManager {
             .field("options", &self.options)
             .field("rank", &self.ranks.rank())
             .finish_non_exhaustive()
+    }
+}
+
+/// What one rank tells the others about the snapshots that it found.
+struct Found {
+    /// The number of damaged snapshots.
+    damaged: u64,
+    /// The steps of the others, the newest first.
+    steps: Vec<u64>,
+}
+
+impl Found {
+    fn of(listing: &Listing) -> Found {
+        Found {
+            damaged: listing.damaged.len() as u64,
+            steps: listing.snapshots.iter().map(Snapshot::step).collect(),
+        }
+    }
+
+    /// Returns the numbers that are sent: none if the rank could not read its snapshots.
+    fn encode(found: Option<&Found>) -> Vec<u64> {
+        found.map_or_else(Vec::new, |Found { damaged, steps }| {
+            [&[*damaged], &steps[..]].concat()
+        })
+    }
+
+    fn decode(sent: &[u64]) -> Option<Found> {
+        let (&damaged, steps) = sent.split_first()?;
+        let steps = steps.to_vec();
+        Some(Found { damaged, steps })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.damaged == 0 && self.steps.is_empty()
     }
 }
 

@@ -1,7 +1,6 @@
-//! The background thread that writes snapshots.
+//! Writing snapshots, also on a background thread.
 
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -75,84 +74,40 @@ pub(crate) fn save(
     (outcome, job.entries)
 }
 
-type Done = (SaveOutcome, Vec<Entry>);
+/// A finished save, with the host copies for reuse.
+pub(crate) type Done = (SaveOutcome, Vec<Entry>);
 
-/// A thread that writes one snapshot after another.
+/// A snapshot that a thread writes.
 #[derive(Debug)]
-pub(crate) struct Writer {
-    jobs: Option<Sender<(SaveJob, Option<Rotation>, f64)>>,
-    done: Receiver<Done>,
-    thread: Option<JoinHandle<()>>,
-    pending: usize,
-}
+pub(crate) struct BackgroundSave(Option<JoinHandle<Done>>);
 
-impl Writer {
-    pub(crate) fn start() -> std::io::Result<Writer> {
-        let (jobs, todo) = channel::<(SaveJob, Option<Rotation>, f64)>();
-        let (send, done) = channel();
-        let thread = thread::Builder::new()
-            .name("overdrive-snapshot".into())
-            .spawn(move || {
-                for (job, rotation, blocked) in todo {
-                    // The receiver is gone only when the manager is dropped.
-                    if send.send(save(job, rotation, blocked)).is_err() {
-                        return;
-                    }
-                }
-            })?;
-        Ok(Writer {
-            jobs: Some(jobs),
-            done,
-            thread: Some(thread),
-            pending: 0,
-        })
-    }
-
-    pub(crate) fn send(
-        &mut self,
+impl BackgroundSave {
+    pub(crate) fn start(
         job: SaveJob,
         rotation: Option<Rotation>,
         blocked: f64,
-    ) -> Result<()> {
-        let jobs = self.jobs.as_ref().ok_or(Error::WriterEnded)?;
-        jobs.send((job, rotation, blocked))
-            .map_err(|_| Error::WriterEnded)?;
-        self.pending += 1;
-        Ok(())
+    ) -> std::io::Result<Self> {
+        let thread = thread::Builder::new().name("overdrive-snapshot".into());
+        let handle = thread.spawn(move || save(job, rotation, blocked))?;
+        Ok(Self(Some(handle)))
     }
 
-    /// Returns a finished snapshot, without waiting; `None` if there is none.
-    pub(crate) fn poll(&mut self) -> Result<Option<Done>> {
-        match self.done.try_recv() {
-            Ok(done) => {
-                self.pending -= 1;
-                Ok(Some(done))
-            }
-            Err(TryRecvError::Empty) => Ok(None),
-            Err(TryRecvError::Disconnected) if self.pending == 0 => Ok(None),
-            Err(TryRecvError::Disconnected) => Err(Error::WriterEnded),
-        }
+    pub(crate) fn is_finished(&self) -> bool {
+        self.0.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits for the next snapshot; returns `None` if none is being written.
-    pub(crate) fn next(&mut self) -> Result<Option<Done>> {
-        if self.pending == 0 {
-            return Ok(None);
-        }
-        let done = self.done.recv().map_err(|_| Error::WriterEnded)?;
-        self.pending -= 1;
-        Ok(Some(done))
+    /// Waits until the snapshot is on disk.
+    pub(crate) fn wait(mut self) -> Result<Done> {
+        let handle = self.0.take().ok_or(Error::WriterEnded)?;
+        handle.join().map_err(|_| Error::WriterEnded)
     }
 }
 
-impl Drop for Writer {
-    /// Waits until the pending snapshots are on disk.
+impl Drop for BackgroundSave {
     fn drop(&mut self) {
-        // Closing the channel ends the thread's loop after the snapshots that it already has.
-        drop(self.jobs.take());
-        if let Some(thread) = self.thread.take() {
+        if let Some(handle) = self.0.take() {
             // A panic of the writer cannot be returned from a destructor; its message is on standard error.
-            let _ = thread.join();
+            let _ = handle.join();
         }
     }
 }
