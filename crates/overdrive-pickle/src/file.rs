@@ -47,9 +47,9 @@ enum Data {
 impl PickledFile {
     /// Maps the file and reads the names, shapes and offsets of its tensors. The file must hold a dictionary of
     /// tensors, as `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are skipped, as are
-    /// sparse and quantized tensors and those of complex numbers and other dtypes that
-    /// [`StoredTensor`](overdrive_safetensors::StoredTensor) does not have; [`PickledFile::others`] names them. Tensors that
-    /// share a storage share its part of the map.
+    /// sparse and quantized tensors, those of dtypes that
+    /// [`StoredTensor`](overdrive_safetensors::StoredTensor) does not have, and those with a conjugate or negative bit;
+    /// [`PickledFile::others`] names them. Tensors that share a storage share its part of the map.
     ///
     /// # Errors
     /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::Refused`] if it names a function or class that

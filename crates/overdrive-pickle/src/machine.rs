@@ -25,9 +25,10 @@ pub(crate) enum Value {
     List(Vec<Id>),
     Dict(Vec<(Id, Id)>),
     Global(Global),
-    Storage(StorageRef),
-    Tensor(TensorRef),
-    /// A value that is not read: a device, a set, a tensor of complex numbers.
+    // Boxed, because an opcode of one byte makes a value.
+    Storage(Box<StorageRef>),
+    Tensor(Box<TensorRef>),
+    /// A value that is not read: a device, a set, a quantized tensor.
     Unread,
 }
 
@@ -46,13 +47,22 @@ impl Values {
     /// Returns all storages.
     pub(crate) fn storages(&self) -> impl Iterator<Item = &StorageRef> {
         self.all.iter().filter_map(|value| match value {
-            Value::Storage(storage) => Some(storage),
+            Value::Storage(storage) => Some(storage.as_ref()),
             _ => None,
         })
     }
 }
 
-#[derive(Debug, Default)]
+/// The values without contents, each of which exists once.
+const SHARED: [Value; 5] = [
+    Value::None,
+    Value::Bool(false),
+    Value::Bool(true),
+    Value::Float,
+    Value::Unread,
+];
+
+#[derive(Debug)]
 pub(crate) struct Machine {
     values: Vec<Value>,
     stack: Vec<Id>,
@@ -64,7 +74,12 @@ pub(crate) struct Machine {
 impl Machine {
     /// Runs a pickle up to its STOP.
     pub(crate) fn run(reader: &mut Reader<'_>) -> Checked<Values> {
-        let mut machine = Machine::default();
+        let mut machine = Machine {
+            values: SHARED.to_vec(),
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+        };
         loop {
             let opcode = reader.byte()?;
             if opcode == b'.' {
@@ -159,7 +174,7 @@ impl Machine {
             b'Q' => {
                 let description = self.pop()?;
                 let storage = storage(self, description)?;
-                self.push(Value::Storage(storage));
+                self.push(Value::Storage(Box::new(storage)));
             }
             // REDUCE and BUILD
             b'R' => {
@@ -237,8 +252,18 @@ impl Machine {
     }
 
     fn push(&mut self, value: Value) {
-        self.stack.push(self.values.len());
-        self.values.push(value);
+        let shared = match value {
+            Value::None => Some(0),
+            Value::Bool(value) => Some(1 + usize::from(value)),
+            Value::Float => Some(3),
+            Value::Unread => Some(4),
+            _ => None,
+        };
+        let id = shared.unwrap_or(self.values.len());
+        if id == self.values.len() {
+            self.values.push(value);
+        }
+        self.stack.push(id);
     }
 
     fn push_int(&mut self, value: impl Into<i128>) {

@@ -92,15 +92,20 @@ pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Check
     let Some(kind) = dtype.kind else {
         return Ok(Value::Unread);
     };
+    // The last argument names the values that are conjugated or negated when they are read.
+    let metadata = rest.get(if typed { 3 } else { 2 });
+    if matches!(metadata, Some(Value::Dict(bits)) if !bits.is_empty()) {
+        return Ok(Value::Unread);
+    }
     let tensor = TensorRef {
-        storage: storage.clone(),
+        storage: storage.as_ref().clone(),
         kind,
         offset: size(*offset)?,
         shape: sizes(machine, shape)?,
         strides: sizes(machine, strides)?,
     };
     tensor.check()?;
-    Ok(Value::Tensor(tensor))
+    Ok(Value::Tensor(Box::new(tensor)))
 }
 
 fn sizes(machine: &Machine, ids: &[Id]) -> Checked<Vec<usize>> {

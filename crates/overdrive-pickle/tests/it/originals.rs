@@ -85,19 +85,21 @@ fn values_that_are_no_weights_are_skipped_one_by_one() {
             .collect();
         let expected = [
             ("attribute", vec![5.0]),
+            ("complex", vec![0.0, 1.0]),
+            ("complex64", vec![1.0, 2.0]),
             ("named", vec![3.0, 4.0]),
             ("plain", vec![1.0, 2.0]),
         ];
         assert_eq!(read, expected, "{name}");
         let others = [
-            "complex64",
             "complex128",
-            "complex",
+            "conjugate",
             "quantized",
             "channels",
             "sparse",
             "csr",
             "set",
+            "bytes",
         ];
         assert_eq!(file.others(), others, "{name}");
     }
