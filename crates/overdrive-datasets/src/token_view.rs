@@ -337,15 +337,15 @@ impl TokenView {
             |number: &usize| (rank(*number) < threshold) != (Some(*number) == exception);
         let side = |validation: bool| {
             let mut first = 0;
+            // The numbers ascend, and each store takes its own.
+            let mut numbers = self.document_numbers().peekable();
             let views = self.stores.iter().map(|store| {
                 let (start, end) = (first, first + store.document_count());
                 first = end;
-                let numbers = self
-                    .document_numbers()
-                    .filter(|number| (start..end).contains(number))
-                    .filter(|number| in_validation(number) == validation)
-                    .map(|number| number - start..number - start + 1);
-                Self::of_documents(store.clone(), numbers)
+                let of_store = std::iter::from_fn(|| numbers.next_if(|number| *number < end));
+                let chosen = of_store.filter(|number| in_validation(number) == validation);
+                let runs = chosen.map(|number| number - start..number - start + 1);
+                Self::of_documents(store.clone(), runs)
             });
             Self::concat(&views.collect::<Vec<_>>())
         };
