@@ -148,17 +148,20 @@ fn build_cached(
     }
 }
 
-/// Returns the folder for token stores and trained tokenizers: `overdrive/tokens` in `$XDG_CACHE_HOME`, or in
-/// the platform's cache folder (`~/.cache`; macOS: `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
+/// Returns the folder for token stores and trained tokenizers: `tokens` of [`cache_dir`].
+///
+/// # Errors
+/// As [`cache_dir`].
+pub fn default_cache_dir() -> Result<PathBuf> {
+    cache_dir("tokens")
+}
+
+/// Returns the folder `overdrive/<name>` in `$XDG_CACHE_HOME`, or in the platform's cache folder (`~/.cache`; macOS:
+/// `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
 ///
 /// # Errors
 /// [`Error::NoCacheFolder`] if the environment names no such folder.
-pub fn default_cache_dir() -> Result<PathBuf> {
-    cache_folder("tokens")
-}
-
-/// Returns the folder `overdrive/<name>` in the user's cache folder.
-pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
+pub fn cache_dir(name: &str) -> Result<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
             .filter(|value| !value.is_empty())

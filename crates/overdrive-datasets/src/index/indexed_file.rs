@@ -15,7 +15,7 @@ use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
 use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, PART_BYTES, Part, Scan, scan_stream};
-use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
+use crate::cache::{Cached, cache_dir, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::range_source::{
@@ -29,7 +29,7 @@ const MIN_INDEXED_BYTES: u64 = 1 << 20;
 /// The location of index files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum IndexLocation {
-    /// The folder `overdrive/indexes` in the user's cache folder (see [`crate::default_cache_dir`]). The default.
+    /// The folder `overdrive/indexes` in the user's cache folder (see [`crate::cache_dir`]). The default.
     #[default]
     Cache,
     /// A folder of the caller's choice.
@@ -394,7 +394,7 @@ pub(crate) fn unpacked_source(
         .field(b"unpacked remote 1")
         .field(&digest_of_source(path, source.as_ref()).0)
         .finish();
-    let unpacked = cache_folder("unpacked")?.join(format!("{}.unpacked", name.short()));
+    let unpacked = cache_dir("unpacked")?.join(format!("{}.unpacked", name.short()));
     let open = || Ok(is_intact(&unpacked)?.then_some(()));
     let build = || {
         let mut file = files::unfinished(&unpacked)?;
@@ -429,7 +429,7 @@ fn unpacked(
     identity: Identity,
 ) -> Result<PathBuf> {
     let name = format!("{}.unpacked", identity.unpacked_key().short());
-    let unpacked = cache_folder("unpacked")?.join(name);
+    let unpacked = cache_dir("unpacked")?.join(name);
     let open = || Ok(is_intact(&unpacked)?.then_some(()));
     let build = || {
         let mut file = files::unfinished(&unpacked)?;
@@ -449,7 +449,7 @@ fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Resul
     let name = format!("{}.ovidx", key.short());
     Ok(match location {
         IndexLocation::Memory => None,
-        IndexLocation::Cache => Some(cache_folder("indexes")?.join(name)),
+        IndexLocation::Cache => Some(cache_dir("indexes")?.join(name)),
         IndexLocation::Folder(folder) => Some(folder.join(name)),
         IndexLocation::Beside => {
             let file = path.file_name().unwrap_or_default().to_string_lossy();
