@@ -15,7 +15,7 @@ const README: &str = "README.md";
 ///
 /// The name is `ORG/NAME[/CONFIG][:SPLIT][@REVISION]`. Without a configuration it is the one that the dataset declares as
 /// its default, without a split `train`. Configurations are those of the dataset's README and, without any, folders;
-/// splits are found by the names of files, as Python's `datasets` finds them. Files are Parquet, JSON Lines, CSV or text,
+/// their splits are those that Python's `datasets` finds. Files are Parquet, JSON Lines, CSV or text,
 /// also compressed.
 ///
 /// ```no_run
