@@ -66,9 +66,19 @@ fn check<T: PartialEq>(
     }
 }
 
-/// Returns everything in the cache but the locks, which stay.
+/// Returns everything in the cache but the locks, which stay, and the times beside the digests.
 fn cached(cache: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    contents(cache, &[".lock"])
+    let mut files = contents(cache, &[".lock"]);
+    for (name, content) in &mut files {
+        if name
+            .extension()
+            .is_some_and(|extension| extension == "digest")
+        {
+            let line = content.iter().position(|&byte| byte == b'\n').unwrap();
+            content.truncate(line);
+        }
+    }
+    files
 }
 
 fn names(cache: &Path) -> Vec<PathBuf> {
