@@ -12,7 +12,7 @@ mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use find_files::find_files;
-pub(crate) use find_files::has_extension;
+pub(crate) use find_files::{files_in, has_extension};
 pub use format::RecordFormat;
 pub(crate) use json::json_problem;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};

@@ -44,7 +44,12 @@ impl TextSource {
         if arguments.data.is_empty() {
             return Ok(Self::Files(Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?));
         }
-        let files = without_descriptions(files_of(&arguments.data)?, &arguments.data);
+        // One by one, so that each must have files.
+        let files = arguments.data.iter().map(|path| find_files([path], &[]));
+        let files = files
+            .collect::<overdrive_datasets::Result<Vec<_>>>()?
+            .concat();
+        let files = without_descriptions(files, &arguments.data);
         let Some(kind) = kind_of(&files, arguments)? else {
             return Self::of_files(files, arguments);
         };
@@ -273,38 +278,6 @@ impl TextSource {
 fn unusable(column: &str, reason: &str) -> Error {
     let expected = format!("left out {reason}; drop it, the tokens are counted instead");
     overdrive_core::Error::option("length_column_name", column, expected).into()
-}
-
-/// Returns the named files and those in the named folders, without hidden files and links.
-fn files_of(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for path in data {
-        match path.is_dir() {
-            true => add_folder(path, &mut files)?,
-            false => files.extend(find_files([path], &[])?),
-        }
-    }
-    Ok(files)
-}
-
-fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
-    let mut entries = entries.map_err(CommonError::io("read the folder", folder))?;
-    // The order of `read_dir` differs between machines; that of the documents must not.
-    entries.sort_by_key(std::fs::DirEntry::file_name);
-    for entry in entries {
-        let path = entry.path();
-        let kind = entry.file_type().map_err(CommonError::io("read", &path))?;
-        if entry.file_name().as_encoded_bytes().starts_with(b".") {
-            continue;
-        }
-        if kind.is_dir() {
-            add_folder(&path, files)?;
-        } else if kind.is_file() {
-            files.push(path);
-        }
-    }
-    Ok(())
 }
 
 /// The names of files that accompany the records of a dataset: in a repository on the hub, and in a folder that
