@@ -81,7 +81,7 @@ pub fn build_tokens(
 /// # std::fs::write(&path, "{\"q\": \"2+2 is what?\", \"a\": \"It is 4.\"}\n".repeat(50)).unwrap();
 /// # let cache_dir = &dir.path().join("cache");
 /// # let corpus = Corpus::from_paths([&path], &CorpusOptions { text_field: "q".into(), ..Default::default() })?;
-/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
+/// # let tokenizer = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
 /// let pairs = JsonRecords::<serde_json::Value>::open([&path], &JsonOptions::default())?;
 /// let input = pairs.records().fingerprint()?;
 /// let key = MapCache { input, name: "question and answer", version: 1 }.fingerprint();

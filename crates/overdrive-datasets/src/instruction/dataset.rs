@@ -92,7 +92,7 @@ pub struct InstructionReport {
 /// # std::fs::create_dir(&text).unwrap();
 /// # std::fs::write(text.join("a.txt"), "The sum of two and two is four. ".repeat(50)).unwrap();
 /// # let corpus = Corpus::from_paths([&text], &CorpusOptions::default())?;
-/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 260, ..Default::default() })?.tokenizer;
+/// # let tokenizer = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 260, ..Default::default() })?.tokenizer;
 /// # let end_of_text = tokenizer.token_to_id("<|endoftext|>");
 /// std::fs::write(&path, r#"{"prompt": "Two and two is", "response": " four."}"#).unwrap();
 /// let encoder = InstructionEncoder::new(tokenizer, None, end_of_text, EncodeOptions::default())?;
