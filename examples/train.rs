@@ -55,11 +55,11 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         }
     };
     notes.iter().for_each(|note| say(note));
-    arguments.data = data_paths(&arguments.data, &HubOptions::from_env()?)?;
+    arguments.find_data(|data| data_paths(data, &HubOptions::from_env()?))?;
     #[cfg(feature = "remote")] // Files at https://, s3:// and gs://.
     {
         use overdrive::remote::{RemoteOptions, data_paths};
-        arguments.data = data_paths(&arguments.data, &RemoteOptions::from_env()?)?;
+        arguments.find_data(|data| data_paths(data, &RemoteOptions::from_env()?))?;
     }
     let device = arguments.device(&group);
     if let Some(choice) = arguments.choose_precision(&group, device)? {

@@ -42,7 +42,7 @@ fn main() -> Outcome<()> {
         vocab_size: 4096,
         ..BpeOptions::default()
     };
-    let tokenizer = train_bpe(&corpus, &bpe)?.tokenizer;
+    let tokenizer = train_bpe(corpus.sample(16 << 20), &bpe)?.tokenizer;
     let text = TextOptions {
         sample_by: SampleBy::Paragraph,
         ..TextOptions::default()

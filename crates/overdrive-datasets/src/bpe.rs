@@ -4,17 +4,15 @@ use std::collections::HashSet;
 use std::convert::Infallible;
 use std::io::Write;
 use std::path::Path;
-use std::sync::Mutex;
 
 use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer, Trainer};
 
-use crate::bpe_sample::{choose_blocks, read_block};
 use crate::byte_level::{ByteAlphabet, Words};
 use crate::cache::{Cached, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
-use crate::{Corpus, Error, Result, load_tokenizer};
+use crate::{Error, Result, Sha256Digest, load_tokenizer};
 use overdrive_core::{Error as CommonError, check_option, files};
 
 /// The options of [`train_bpe`].
@@ -27,10 +25,6 @@ pub struct BpeOptions {
     pub special_tokens: Vec<String>,
     /// The minimum number of occurrences at which a pair of tokens is merged. Default: 2.
     pub min_frequency: u64,
-    /// The approximate size of the sample that the tokenizer is trained on, spread over the corpus, in bytes.
-    /// A larger sample hardly improves a vocabulary of this size, and takes longer in proportion. Default:
-    /// 16 MiB.
-    pub sample_bytes: u64,
 }
 
 impl Default for BpeOptions {
@@ -39,7 +33,6 @@ impl Default for BpeOptions {
             vocab_size: 4096,
             special_tokens: vec!["<|endoftext|>".to_owned()],
             min_frequency: 2,
-            sample_bytes: 16 << 20,
         }
     }
 }
@@ -57,15 +50,19 @@ pub struct TrainedBpe {
 }
 
 /// Trains a byte-level BPE tokenizer (Sennrich et al., arXiv:1508.07909; bytes and pre-tokenizer as
-/// in GPT-2) on a corpus.
+/// in GPT-2) on texts, such as a sample of a corpus ([`Corpus::sample`](crate::Corpus::sample)), of a dataset
+/// ([`sample_texts`](crate::sample_texts)), or of several, chained. More than 16 MiB hardly improve a vocabulary of a few
+/// thousand tokens, and take longer in proportion.
 ///
-/// The same corpus and options give the same tokenizer on any machine and with any number of threads.
+/// The same texts and options give the same tokenizer on any machine and with any number of threads.
 /// It runs on Rayon's global thread pool.
 ///
 /// # Errors
-/// Returns an error if `vocab_size` cannot hold all bytes and the special tokens, or if the corpus cannot be
-/// read or has changed since it was listed.
-pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
+/// Returns an error if `vocab_size` cannot hold all bytes and the special tokens, and the first error among the texts.
+pub fn train_bpe(
+    texts: impl IntoIterator<Item = Result<String>, IntoIter: Send>,
+    options: &BpeOptions,
+) -> Result<TrainedBpe> {
     let alphabet: HashSet<char> = ByteLevel::alphabet().into_iter().collect();
     let special_tokens = options.special_tokens.len();
     let needed = alphabet.len() + special_tokens;
@@ -75,21 +72,19 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
         options.vocab_size,
         format!("at least {needed}: 256 bytes and {special_tokens} special token(s)"),
     )?;
-    // The trainer reserves memory for `vocab_size` tokens, so the number is bounded by the possible merges: each
-    // joins two neighbours of the text, and an invalid UTF-8 byte becomes three bytes of text.
-    let merges = usize::try_from(corpus.total_bytes()).unwrap_or(usize::MAX);
-    let most = merges.saturating_mul(3).saturating_add(needed);
     let special = |token: &String| AddedToken::from(token.clone(), true);
     let special: Vec<_> = options.special_tokens.iter().map(special).collect();
     let mut trainer = BpeTrainer::builder()
-        .vocab_size(options.vocab_size.min(most))
         .min_frequency(options.min_frequency)
         .special_tokens(special.clone())
         // All 256 bytes are tokens from the start, so that any text can be encoded.
         .initial_alphabet(alphabet)
         .show_progress(false)
         .build();
-    count_words(&mut trainer, corpus, options.sample_bytes)?;
+    let bytes = count_words(&mut trainer, texts.into_iter())?;
+    // The trainer reserves memory for all tokens, so their number is bounded by the possible merges: each joins two
+    // neighbours of the text.
+    trainer.vocab_size = options.vocab_size.min(bytes.saturating_add(needed));
     let mut model = BPE::default();
     trainer
         .train(&mut model)
@@ -111,26 +106,22 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
     Ok(trained(tokenizer, options, false))
 }
 
-/// Trains a tokenizer as [`train_bpe`] does, or reads the one that an earlier call trained on the same corpus
-/// with the same options. It is a `tokenizer.json` in `cache_dir`, named by a hash of both.
+/// Trains a tokenizer as [`train_bpe`] does, or reads the one that an earlier call trained on texts with the same `key`
+/// with the same options. It is a `tokenizer.json` in `cache_dir`, named by a hash of both. The texts are read only if
+/// the tokenizer is trained.
 ///
 /// # Errors
 /// Those of [`train_bpe`], and an error if the cache folder cannot be written.
 pub fn train_bpe_cached(
-    corpus: &Corpus,
+    texts: impl IntoIterator<Item = Result<String>, IntoIter: Send>,
+    key: Sha256Digest,
     options: &BpeOptions,
     cache_dir: impl AsRef<Path>,
 ) -> Result<TrainedBpe> {
     // The version in the first field must change whenever the training changes, so that outdated tokenizers
     // are not reused.
-    let mut hasher = FieldHasher::default()
-        .field(b"bpe 1")
-        .field(&corpus.digest().0);
-    for number in [
-        options.vocab_size as u64,
-        options.min_frequency,
-        options.sample_bytes,
-    ] {
+    let mut hasher = FieldHasher::default().field(b"bpe 2").field(&key.0);
+    for number in [options.vocab_size as u64, options.min_frequency] {
         hasher.add(&number.to_le_bytes());
     }
     options
@@ -144,7 +135,7 @@ pub fn train_bpe_cached(
         false => Ok(None),
     };
     let train = || {
-        let bpe = train_bpe(corpus, options)?;
+        let bpe = train_bpe(texts, options)?;
         let json = bpe.tokenizer.to_string(true);
         let json = json.map_err(Error::tokenizer("write the tokenizer as JSON"))?;
         let mut file = files::unfinished(&path)?;
@@ -175,21 +166,24 @@ fn trained(tokenizer: Tokenizer, options: &BpeOptions, was_cached: bool) -> Trai
     }
 }
 
-fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> Result<()> {
-    let blocks = choose_blocks(corpus, sample_bytes);
-    // `feed` takes strings and not results, so the iterator ends at the first error, which is kept here.
-    let failed = Mutex::new(None);
-    let texts = blocks
-        .into_iter()
-        .map_while(|block| match read_block(corpus, block) {
-            Ok(text) => Some(text),
-            Err(error) => {
-                *failed
-                    .lock()
-                    .unwrap_or_else(|poisoned| poisoned.into_inner()) = Some(error);
-                None
-            }
-        });
+/// Counts the words of the texts, and returns the number of their bytes.
+fn count_words(
+    trainer: &mut BpeTrainer,
+    mut texts: impl Iterator<Item = Result<String>> + Send,
+) -> Result<usize> {
+    // `feed` takes strings and not results, so its texts end at the first error, which is kept here.
+    let mut failed = None;
+    let mut bytes = 0_usize;
+    let texts = std::iter::from_fn(|| match texts.next()? {
+        Ok(text) => {
+            bytes = bytes.saturating_add(text.len());
+            Some(text)
+        }
+        Err(error) => {
+            failed = Some(error);
+            None
+        }
+    });
     let (words, alphabet) = (Words::new()?, ByteAlphabet::new());
     let words = |text: &str| {
         // Words have about five letters with their space; a smaller guess costs one more allocation.
@@ -202,14 +196,12 @@ fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> 
         })?;
         Ok(found)
     };
+    // Fused, because other threads ask again after an error.
     trainer
-        .feed(texts, words)
-        .map_err(Error::tokenizer("count the words of the corpus"))?;
-    match failed
-        .into_inner()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-    {
+        .feed(texts.fuse(), words)
+        .map_err(Error::tokenizer("count the words"))?;
+    match failed {
         Some(error) => Err(error),
-        None => corpus.check_unchanged(),
+        None => Ok(bytes),
     }
 }

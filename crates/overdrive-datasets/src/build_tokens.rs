@@ -33,7 +33,7 @@ pub struct BuildOptions {
     /// are split between two lines or words where GPT and Llama-3 tokenizers begin a new word in any case, so
     /// the tokens are those of the whole document. Only if there is no such position in half a chunk (no ASCII
     /// text), or with another kind of tokenizer, may one or two tokens differ at the split. Memory grows with
-    /// it. Default: 256 KiB.
+    /// it. Default: 256 KiB; `usize::MAX` splits no document.
     pub max_chunk_bytes: usize,
     /// The number of bytes per token. `None` (the default) uses the smallest that holds the vocabulary.
     pub width: Option<TokenWidth>,
@@ -263,8 +263,12 @@ pub(crate) fn build_with_source(
         })?;
     // The reader is one batch ahead: at most three batches are in memory, with one on each side of the
     // channel. Four chunks per thread balance the threads' loads, and a batch of 1 MiB is worth a parallel
-    // loop.
-    let batch_bytes = (4 * options.max_chunk_bytes * threads).max(1 << 20);
+    // loop. Without a bound of the chunks, that of the batches is one of memory.
+    let batch_bytes = options
+        .max_chunk_bytes
+        .saturating_mul(4)
+        .saturating_mul(threads);
+    let batch_bytes = batch_bytes.clamp(1 << 20, 256 << 20);
     std::thread::scope(|scope| -> Result<()> {
         let (sender, batches) = sync_channel(1);
         let reader = scope.spawn(move || -> Result<()> {

@@ -15,6 +15,7 @@ use crate::build_tokens::{
 };
 #[cfg(feature = "tokenizers")]
 use crate::digest::FieldHasher;
+use crate::file_state::FileState;
 #[cfg(feature = "tokenizers")]
 use crate::{Corpus, Dataset, FORMAT_VERSION, TokenStore, tokenizer_digest};
 use crate::{Error, Result, Sha256Digest};
@@ -80,7 +81,7 @@ pub fn build_tokens(
 /// # std::fs::write(&path, "{\"q\": \"2+2 is what?\", \"a\": \"It is 4.\"}\n".repeat(50)).unwrap();
 /// # let cache_dir = &dir.path().join("cache");
 /// # let corpus = Corpus::from_paths([&path], &CorpusOptions { text_field: "q".into(), ..Default::default() })?;
-/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
+/// # let tokenizer = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
 /// let pairs = JsonRecords::<serde_json::Value>::open([&path], &JsonOptions::default())?;
 /// let input = pairs.records().fingerprint()?;
 /// let key = MapCache { input, name: "question and answer", version: 1 }.fingerprint();
@@ -148,17 +149,20 @@ fn build_cached(
     }
 }
 
-/// Returns the folder for token stores and trained tokenizers: `overdrive/tokens` in `$XDG_CACHE_HOME`, or in
-/// the platform's cache folder (`~/.cache`; macOS: `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
+/// Returns the folder for token stores and trained tokenizers: `tokens` of [`cache_dir`].
+///
+/// # Errors
+/// As [`cache_dir`].
+pub fn default_cache_dir() -> Result<PathBuf> {
+    cache_dir("tokens")
+}
+
+/// Returns the folder `overdrive/<name>` in `$XDG_CACHE_HOME`, or in the platform's cache folder (`~/.cache`; macOS:
+/// `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
 ///
 /// # Errors
 /// [`Error::NoCacheFolder`] if the environment names no such folder.
-pub fn default_cache_dir() -> Result<PathBuf> {
-    cache_folder("tokens")
-}
-
-/// Returns the folder `overdrive/<name>` in the user's cache folder.
-pub(crate) fn cache_folder(name: &str) -> Result<PathBuf> {
+pub fn cache_dir(name: &str) -> Result<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
             .filter(|value| !value.is_empty())
@@ -212,11 +216,17 @@ pub(crate) fn cached<H, B>(
 pub(crate) fn commit_with_digest(file: NamedTempFile, path: &Path) -> Result<()> {
     let digest = Sha256Digest::of_blocks(&FileMap::of(file.as_file(), path)?);
     files::commit(file, path)?;
-    files::write(digest_path(path), format!("{digest}\n").as_bytes())?;
-    Ok(())
+    write_digest(path, &digest.to_string(), FileState::read(path)?)
 }
 
-/// Returns `true` if the file is in the cache with the content that [`commit_with_digest`] has written.
+/// Writes the digest of a file of the cache, and the state that the file had when it had this digest.
+fn write_digest(path: &Path, digest: &str, state: FileState) -> Result<()> {
+    let content = format!("{digest}\n{state}\n");
+    Ok(files::write(digest_path(path), content.as_bytes())?)
+}
+
+/// Returns `true` if the file is in the cache with the content that [`commit_with_digest`] has written. The content is
+/// read only if the length or a time of the file is another one.
 pub(crate) fn is_intact(path: &Path) -> Result<bool> {
     if !path.exists() {
         return Ok(false);
@@ -228,9 +238,18 @@ pub(crate) fn is_intact(path: &Path) -> Result<bool> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(CommonError::io("read", digest_path)(error).into()),
     };
+    let stored = String::from_utf8_lossy(&stored);
+    let (digest, known) = stored.split_once('\n').unwrap_or((&stored, ""));
+    let state = FileState::read(path)?;
+    if known.trim_ascii() == state.to_string() {
+        return Ok(true);
+    }
     let found = Sha256Digest::of_blocks(&FileMap::open(path)?).to_string();
-    let is_intact = stored.trim_ascii() == found.as_bytes();
-    if !is_intact {
+    let is_intact = digest == found;
+    if is_intact {
+        // A copy of the cache has other times. If they cannot be written, the next call reads the content again.
+        let _ = write_digest(path, digest, state);
+    } else {
         tracing::warn!(
             "{} does not have its checksum; making it again",
             path.display()
@@ -294,4 +313,47 @@ fn lock(path: &Path) -> Result<FileLock> {
         tracing::debug!("no lock on {}: {error}", lock_path.display());
     }
     Ok(lock)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_content_of_a_cached_file_is_read_only_after_its_length_or_a_time_has_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("cached");
+        let commit = |content: &[u8]| {
+            let file = files::unfinished(&path).unwrap();
+            std::fs::write(file.path(), content).unwrap();
+            commit_with_digest(file, &path).unwrap();
+        };
+        commit(b"the content");
+        assert!(is_intact(&path).unwrap());
+        // Another digest in its place shows whether the content is read.
+        let written = std::fs::read_to_string(digest_path(&path)).unwrap();
+        let other = Sha256Digest::of_blocks(b"other").to_string();
+        let (digest, state) = written.split_once('\n').unwrap();
+        std::fs::write(digest_path(&path), format!("{other}\n{state}")).unwrap();
+        assert!(is_intact(&path).unwrap());
+        let touch = || {
+            let file = std::fs::File::options().write(true).open(&path).unwrap();
+            file.set_modified(std::time::SystemTime::UNIX_EPOCH)
+                .unwrap();
+        };
+        touch();
+        assert!(!is_intact(&path).unwrap());
+        // With the right digest, the new times are those of the content from then on.
+        std::fs::write(digest_path(&path), format!("{digest}\n")).unwrap();
+        assert!(is_intact(&path).unwrap());
+        assert_ne!(
+            std::fs::read_to_string(digest_path(&path)).unwrap(),
+            written
+        );
+        std::fs::write(&path, b"THE CONTENT").unwrap();
+        touch();
+        assert!(!is_intact(&path).unwrap());
+        std::fs::remove_file(digest_path(&path)).unwrap();
+        assert!(!is_intact(&path).unwrap());
+    }
 }

@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 use sha2::{Digest, Sha256};
-use walkdir::WalkDir;
 
 use overdrive_core::Error as CommonError;
 
@@ -15,6 +14,7 @@ use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::index::text_start;
 use crate::range_source::{DataReader, is_url, not_opened, read_error, registered_source};
+use crate::records::files_in;
 use crate::{Error, Result, Sha256Digest};
 
 /// The format of a text file.
@@ -192,7 +192,7 @@ pub(crate) struct Candidate {
 impl Corpus {
     /// Collects the files among `paths`, and those in the folders among them and in their subfolders.
     ///
-    /// Folders are read in the order of names; hidden files (`.name`) and symbolic links in them are left out. A
+    /// Folders are read in the order of names; hidden files (`.name`) in them are left out, and links are followed. A
     /// file that is reached twice, also by another path or a link, is taken once, under its first name. Files in
     /// folders that cannot be read as text are left out, with a warning: other formats, and JSON Lines whose first
     /// record has no field `text_field`.
@@ -356,46 +356,26 @@ pub(crate) fn find_files(
         });
         return Ok(());
     }
-    // Entries whose name begins with a dot are skipped, except the given folder itself, which has depth 0.
-    let walk = WalkDir::new(root)
-        .min_depth(1)
-        // Links could lead to a file twice, or form a cycle.
-        .follow_links(false)
-        .sort_by_file_name();
-    let visible = |entry: &walkdir::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
-    for entry in walk.into_iter().filter_entry(visible) {
-        let entry = entry.map_err(|error| walk_error(root, error))?;
-        let path = entry.path();
-        if !entry.file_type().is_file() || !has_extension(path, options) {
-            continue;
-        }
-        let Ok(format) = TextFormat::of(path) else {
+    let extensions = options.extensions.iter().flatten();
+    let extensions: Vec<&str> = extensions
+        .map(|extension| extension.trim_start_matches('.'))
+        .collect();
+    for path in files_in(root, &extensions)? {
+        let Ok(format) = TextFormat::of(&path) else {
             skipped.unsupported += 1;
-            skipped.example(path);
+            skipped.example(&path);
             continue;
         };
-        let bytes = entry
-            .metadata()
-            .map_err(|error| walk_error(root, error))?
-            .len();
+        let metadata = std::fs::metadata(&path).map_err(CommonError::io("read", &path))?;
         found.push(Candidate {
-            path: path.to_owned(),
-            name: relative_name(path, root),
-            bytes,
+            name: relative_name(&path, root),
+            path,
+            bytes: metadata.len(),
             format,
             is_named: false,
         });
     }
     Ok(())
-}
-
-fn has_extension(path: &Path, options: &CorpusOptions) -> bool {
-    let extension = extension_of(path);
-    options.extensions.as_ref().is_none_or(|wanted| {
-        wanted
-            .iter()
-            .any(|w| w.trim_start_matches('.').eq_ignore_ascii_case(&extension))
-    })
 }
 
 fn extension_of(path: &Path) -> String {
@@ -412,11 +392,6 @@ fn relative_name(path: &Path, root: &Path) -> String {
         .map(|part| part.as_os_str().to_string_lossy())
         .collect();
     parts.join("/")
-}
-
-fn walk_error(root: &Path, error: walkdir::Error) -> Error {
-    let path = error.path().unwrap_or(root).to_owned();
-    CommonError::io("read", path)(error.into()).into()
 }
 
 /// The result of reading a file.

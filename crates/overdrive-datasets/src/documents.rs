@@ -86,7 +86,7 @@ fn plain_chunks(
     pending.drain(..text_start(&pending));
     loop {
         // One byte more than the bound, since the split depends on the byte after it.
-        let missing = (max_bytes + 1).saturating_sub(pending.len()) as u64;
+        let missing = max_bytes.saturating_add(1).saturating_sub(pending.len()) as u64;
         let read = reader.by_ref().take(missing).read_to_end(&mut pending);
         read.map_err(read_error("read", &file.path))?;
         if pending.len() <= max_bytes {

@@ -1,5 +1,6 @@
 //! The state of a file by its metadata, by which a change while it is read is found.
 
+use std::fmt;
 use std::fs::Metadata;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -70,6 +71,22 @@ impl FileState {
                 path: path.to_owned(),
             }),
         }
+    }
+}
+
+impl fmt::Display for FileState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} bytes, modified {}, changed {}",
+            self.bytes, self.modified, self.changed
+        )
+    }
+}
+
+impl fmt::Display for Time {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} s {} ns", self.s, self.ns)
     }
 }
 

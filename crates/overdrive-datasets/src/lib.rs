@@ -52,7 +52,7 @@
 //! # }
 //! # let (text_dir, cache_dir) = (dir.path(), &dir.path().join("cache"));
 //! let corpus = Corpus::from_paths([text_dir], &CorpusOptions::default())?;
-//! let bpe = train_bpe(&corpus, &BpeOptions { vocab_size: 300, ..BpeOptions::default() })?;
+//! let bpe = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 300, ..BpeOptions::default() })?;
 //! let built = build_tokens(&corpus, &bpe.tokenizer, &BuildOptions::default(), cache_dir)?;
 //!
 //! let all = TokenView::new(built.store);
@@ -131,10 +131,12 @@ mod word_piece;
 #[cfg(feature = "tokenizers")]
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
 #[cfg(feature = "tokenizers")]
+pub use bpe_sample::sample_texts;
+#[cfg(feature = "tokenizers")]
 pub use build_tokens::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
-pub use cache::default_cache_dir;
 #[cfg(feature = "tokenizers")]
 pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens};
+pub use cache::{cache_dir, default_cache_dir};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::{Dataset, InMemory};
 pub use digest::Sha256Digest;

@@ -66,9 +66,19 @@ fn check<T: PartialEq>(
     }
 }
 
-/// Returns everything in the cache but the locks, which stay.
+/// Returns everything in the cache but the locks, which stay, and the times beside the digests.
 fn cached(cache: &Path) -> Vec<(PathBuf, Vec<u8>)> {
-    contents(cache, &[".lock"])
+    let mut files = contents(cache, &[".lock"]);
+    for (name, content) in &mut files {
+        if name
+            .extension()
+            .is_some_and(|extension| extension == "digest")
+        {
+            let line = content.iter().position(|&byte| byte == b'\n').unwrap();
+            content.truncate(line);
+        }
+    }
+    files
 }
 
 fn names(cache: &Path) -> Vec<PathBuf> {
@@ -126,7 +136,9 @@ fn a_fault_in_any_call_of_a_trained_tokenizer_is_an_error_or_harmless() {
             ..BpeOptions::default()
         };
         check(faults, &sources(faults), |data, cache| {
-            let trained = train_bpe_cached(&corpus(data)?, &options, cache)?;
+            let corpus = corpus(data)?;
+            let texts = corpus.sample(1 << 20);
+            let trained = train_bpe_cached(texts, corpus.digest(), &options, cache)?;
             Ok(trained.tokenizer.to_string(false).unwrap())
         });
     });

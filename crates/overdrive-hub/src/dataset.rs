@@ -15,7 +15,7 @@ const README: &str = "README.md";
 ///
 /// The name is `ORG/NAME[/CONFIG][:SPLIT][@REVISION]`. Without a configuration it is the one that the dataset declares as
 /// its default, without a split `train`. Configurations are those of the dataset's README and, without any, folders;
-/// splits are found by the names of files, as Python's `datasets` finds them. Files are Parquet, JSON Lines, CSV or text,
+/// their splits are those that Python's `datasets` finds. Files are Parquet, JSON Lines, CSV or text,
 /// also compressed.
 ///
 /// ```no_run
@@ -51,46 +51,28 @@ pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec
 }
 
 /// Returns the data of a training run with each name of a dataset on the hub replaced by the paths of its files
-/// ([`dataset_paths`]). Paths, patterns, and other texts that the hub cannot have as a name stay as they are. A weight, as
-/// in `ORG/NAME:0.7` of a mixture, is kept.
+/// ([`dataset_paths`]). Paths, patterns, and other texts that the hub cannot have as a name stay as they are.
 ///
 /// ```
 /// use std::path::PathBuf;
 /// use overdrive_hub::{HubOptions, data_paths};
 ///
-/// let data = ["data/stories.jsonl", "books/*.txt:0.3"].map(PathBuf::from);
+/// let data = ["data/stories.jsonl", "books/*.txt"].map(PathBuf::from);
 /// assert_eq!(data_paths(&data, &HubOptions::default())?, data);
 /// # Ok::<(), overdrive_hub::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`dataset_paths`]; [`Error::Common`] for a dataset of several files with a weight, because a source of a mixture is one
-/// path.
+/// As [`dataset_paths`], but for a name that the hub cannot have.
 pub fn data_paths(data: &[PathBuf], options: &HubOptions) -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
+    let mut paths = Vec::with_capacity(data.len());
     for path in data {
-        let text = path.to_string_lossy();
-        let weighted = text.rsplit_once(':');
-        let weighted = weighted.filter(|(_, weight)| weight.parse::<f64>().is_ok());
-        let (name, weight) = weighted.map_or((&*text, None), |(name, weight)| (name, Some(weight)));
-        if path.exists() || Path::new(name).exists() || DatasetName::parse(name).is_none() {
-            found.push(path.clone());
-            continue;
-        }
-        let files = dataset_paths(name, options)?;
-        match (weight, files.as_slice()) {
-            (None, _) => found.extend(files),
-            (Some(weight), [file]) => found.push(format!("{}:{weight}", file.display()).into()),
-            (Some(_), files) => {
-                let expected = format!(
-                    "a dataset of one file, and this one has {}; tokenize it and give the file of tokens with the weight",
-                    files.len()
-                );
-                return Err(overdrive_core::Error::option("data", &text, expected).into());
-            }
+        match dataset_paths(path, options) {
+            Err(Error::NoSuchPath { .. }) => paths.push(path.clone()),
+            found => paths.extend(found?),
         }
     }
-    Ok(found)
+    Ok(paths)
 }
 
 /// The name of a dataset with what is wanted of it.

@@ -20,6 +20,8 @@ const SPLITS: [(&str, &[&str]); 3] = [
     ("validation", &["validation", "valid", "dev", "val"]),
     ("test", &["test", "testing", "eval", "evaluation"]),
 ];
+/// The pattern of what separates words, as in Python's `datasets`.
+const SEPARATOR: &str = "[-._ 0-9]";
 
 /// What is wanted of a dataset.
 pub(crate) struct Choice<'a> {
@@ -74,32 +76,36 @@ pub(crate) fn choose(
     readme: Option<&str>,
     choice: &Choice<'_>,
 ) -> Result<Vec<String>> {
-    let mut data: Vec<&String> = names.iter().filter(|name| is_data(name)).collect();
-    data.sort();
+    let mut data: Vec<&str> = names.iter().map(String::as_str).collect();
+    data.retain(|name| is_data(name));
+    data.sort_unstable();
     let configs = readme.map(configs).unwrap_or_default();
     let split = choice.split.unwrap_or("train");
-    let config = config_of(&configs, choice)?;
-    let by_split = match config {
-        Some(Config {
-            data_files: Some(files),
-            ..
-        }) => by_pattern(&data, files),
-        Some(config) => {
-            let folder = config.data_dir.as_deref().unwrap_or(&config.config_name);
-            let inside = in_folder(&data, folder);
-            by_name(match inside.is_empty() {
-                true => &data,
-                false => &inside,
-            })
-        }
-        None => match choice.config {
-            None => by_name(&data),
-            Some(folder) => by_name(&in_folder(&data, folder)),
-        },
+    let (folder, files) = match config_of(&configs, choice)? {
+        Some(config) => (config.data_dir.as_deref(), config.data_files.as_ref()),
+        // Without a list of configurations, each folder is one.
+        None => (choice.config, None),
     };
-    let found = by_split.iter().find(|(name, _)| name == split);
-    if let Some((_, files)) = found.filter(|(_, files)| !files.is_empty()) {
-        return Ok(files.clone());
+    let folder = match folder
+        .unwrap_or_default()
+        .trim_start_matches("./")
+        .trim_matches('/')
+    {
+        "" => String::new(),
+        folder => format!("{folder}/"),
+    };
+    // Patterns and words are those of the paths in the folder.
+    let inside: Vec<&str> = data
+        .iter()
+        .filter_map(|name| name.strip_prefix(&folder))
+        .collect();
+    let mut by_split = match files {
+        Some(files) => by_pattern(&inside, files),
+        None => by_name(&inside),
+    };
+    by_split.retain(|(_, files)| !files.is_empty());
+    if let Some((_, files)) = by_split.iter().find(|(name, _)| name == split) {
+        return Ok(files.iter().map(|file| format!("{folder}{file}")).collect());
     }
     let splits: Vec<&str> = by_split.iter().map(|(name, _)| name.as_str()).collect();
     let (file, found) = match (splits.is_empty(), choice.config) {
@@ -202,35 +208,20 @@ pub(crate) fn is_data(name: &str) -> bool {
         ending = parts.next().unwrap_or_default();
     }
     let file = lower.rsplit('/').next().unwrap_or_default();
-    let describes = file.starts_with("dataset_info")
-        || file.starts_with("license")
-        || file.starts_with("readme");
+    let describes = ["config.json", "dataset_dict.json"].contains(&file)
+        || ["dataset_info", "license", "readme"]
+            .iter()
+            .any(|start| file.starts_with(start));
+    let is_hidden = |part: &str| part.starts_with('.') || part.starts_with("__");
     FORMATS.contains(&ending)
         && !describes
         && is_relative_file(name)
-        && !name.split('/').any(|part| part.starts_with('.'))
-}
-
-fn in_folder<'n>(names: &[&'n String], folder: &str) -> Vec<&'n String> {
-    let folder = format!("{}/", folder.trim_matches('/'));
-    let inside =
-        |name: &&&String| name.starts_with(&folder) || name.contains(&format!("/{folder}"));
-    names.iter().filter(inside).copied().collect()
+        && !name.split('/').any(is_hidden)
 }
 
 /// Returns the files of each split that a configuration names by patterns.
-fn by_pattern(names: &[&String], files: &DataFiles) -> Vec<(String, Vec<String>)> {
-    let matches = |patterns: &[String]| -> Vec<String> {
-        let patterns: Vec<glob::Pattern> = patterns
-            .iter()
-            .filter_map(|pattern| glob::Pattern::new(pattern.trim_start_matches("./")).ok())
-            .collect();
-        let named = names
-            .iter()
-            .filter(|name| patterns.iter().any(|pattern| pattern.matches(name)));
-        named.map(|name| (*name).clone()).collect()
-    };
-    let one = |patterns: &[String]| vec![("train".to_owned(), matches(patterns))];
+fn by_pattern<'n>(names: &[&'n str], files: &DataFiles) -> Vec<(String, Vec<&'n str>)> {
+    let one = |patterns: &[String]| vec![("train".to_owned(), matching(names, patterns))];
     match files {
         DataFiles::One(pattern) => one(std::slice::from_ref(pattern)),
         DataFiles::Many(patterns) => one(patterns),
@@ -241,36 +232,102 @@ fn by_pattern(names: &[&String], files: &DataFiles) -> Vec<(String, Vec<String>)
                     Patterns::One(pattern) => std::slice::from_ref(pattern),
                     Patterns::Many(patterns) => patterns,
                 };
-                (files.split.clone(), matches(patterns))
+                (files.split.clone(), matching(names, patterns))
             })
             .collect(),
     }
 }
 
-/// Returns the files of each split by the words in their names; all of them are `train` if no name has such a word.
-fn by_name(names: &[&String]) -> Vec<(String, Vec<String>)> {
-    let mut splits: Vec<(String, Vec<String>)> = Vec::new();
+/// Returns the files of each split by their names, with the rules of Python's `datasets`, of which the first one that
+/// finds a file counts: names of shards in `data`; words in the names of folders; words in the names of files; all files
+/// are `train`.
+fn by_name<'n>(names: &[&'n str]) -> Vec<(String, Vec<&'n str>)> {
+    let mut splits: Vec<(String, Vec<&str>)> = Vec::new();
     for name in names {
-        let lower = name.to_ascii_lowercase();
-        let words: Vec<&str> = lower
-            .split(|letter: char| !letter.is_ascii_alphanumeric())
-            .collect();
-        let is_of = |(_, known): &&(&str, &[&str])| words.iter().any(|word| known.contains(word));
-        let Some((split, _)) = SPLITS.iter().find(is_of) else {
+        let Some(split) = split_of_shard(name) else {
             continue;
         };
         match splits.iter_mut().find(|(known, _)| known == split) {
-            Some((_, files)) => files.push((*name).clone()),
-            None => splits.push(((*split).to_owned(), vec![(*name).clone()])),
+            Some((_, files)) => files.push(name),
+            None => splits.push((split.to_owned(), vec![name])),
         }
     }
-    if splits.is_empty() && !names.is_empty() {
-        splits.push((
-            "train".to_owned(),
-            names.iter().map(|name| (*name).clone()).collect(),
-        ));
+    let of_words = |patterns: &dyn Fn(&str) -> Vec<String>| -> Vec<(String, Vec<&'n str>)> {
+        let files = |words: &[&str]| {
+            let patterns: Vec<String> = words.iter().flat_map(|word| patterns(word)).collect();
+            matching(names, &patterns)
+        };
+        let splits = SPLITS.map(|(split, words)| (split.to_owned(), files(words)));
+        splits
+            .into_iter()
+            .filter(|(_, files)| !files.is_empty())
+            .collect()
+    };
+    if splits.is_empty() {
+        splits = of_words(&|word| {
+            let starts = [word.to_owned(), format!("*{SEPARATOR}{word}")];
+            let folder = |start: String| {
+                [
+                    format!("**/{start}/**"),
+                    format!("**/{start}{SEPARATOR}*/**"),
+                ]
+            };
+            starts.into_iter().flat_map(folder).collect()
+        });
+    }
+    if splits.is_empty() {
+        splits = of_words(&|word| {
+            vec![
+                format!("**/{word}{SEPARATOR}*"),
+                format!("**/*{SEPARATOR}{word}{SEPARATOR}*"),
+            ]
+        });
+    }
+    if splits.is_empty() {
+        splits.push(("train".to_owned(), names.to_vec()));
     }
     splits
+}
+
+/// Returns the split of a file `data/SPLIT-00000-of-00001.parquet`; `None` for other names.
+fn split_of_shard(name: &str) -> Option<&str> {
+    let file = name
+        .strip_prefix("data/")
+        .filter(|file| !file.contains('/'))?;
+    let is_number = |text: Option<&str>| {
+        text.is_some_and(|text| text.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    file.rmatch_indices("-of-").find_map(|(at, mark)| {
+        let after = at + mark.len();
+        let number = at.checked_sub(5)?;
+        let is_shard = is_number(file.get(number..at)) && is_number(file.get(after..after + 5));
+        let split = file.get(..number).filter(|_| is_shard)?.strip_suffix('-')?;
+        (!split.is_empty()).then_some(split)
+    })
+}
+
+/// Returns the files that match one of the patterns, as in Python: in the order of the patterns, and then of the names.
+/// `*` matches within a folder and `**` over any number of folders. Each file is there once.
+fn matching<'n>(names: &[&'n str], patterns: &[String]) -> Vec<&'n str> {
+    let options = glob::MatchOptions {
+        require_literal_separator: true,
+        ..glob::MatchOptions::new()
+    };
+    let mut found = Vec::new();
+    let mut known = HashSet::new();
+    for pattern in patterns {
+        match glob::Pattern::new(pattern.trim_start_matches("./")) {
+            Ok(pattern) => found.extend(
+                names
+                    .iter()
+                    .filter(|name| pattern.matches_with(name, options) && known.insert(**name)),
+            ),
+            Err(error) => tracing::warn!(
+                "the pattern `{pattern}` in the metadata of the dataset names no file: {error}"
+            ),
+        }
+    }
+    found
 }
 
 #[cfg(test)]
@@ -306,7 +363,7 @@ mod tests {
         let train = chosen(&names, None, None, None).unwrap();
         assert_eq!(train, names[2..4]);
         let validation = chosen(&names, None, None, Some("validation")).unwrap();
-        assert_eq!(validation, [names[4], names[5]]);
+        assert_eq!(validation, [names[4]]);
         let error = chosen(&names, None, None, Some("test")).unwrap_err();
         assert!(
             error.contains("no split `test`; it has train, validation"),
@@ -330,9 +387,173 @@ mod tests {
         );
     }
 
+    /// The expected values are those of `datasets` 5.2.0 in Python.
+    #[test]
+    fn splits_by_names_are_those_of_python() {
+        type Case<'a> = (&'a [&'a str], &'a [(&'a str, &'a [&'a str])]);
+        let cases: [Case<'_>; 14] = [
+            (
+                &["test1.jsonl", "train1.jsonl", "train2.jsonl"],
+                &[
+                    ("train", &["train1.jsonl", "train2.jsonl"]),
+                    ("test", &["test1.jsonl"]),
+                ],
+            ),
+            (
+                &[
+                    "data/test_sft-00000-of-00001.parquet",
+                    "data/train_gen-00000-of-00001.parquet",
+                    "data/train_sft-00000-of-00001.parquet",
+                ],
+                &[
+                    ("test_sft", &["data/test_sft-00000-of-00001.parquet"]),
+                    ("train_gen", &["data/train_gen-00000-of-00001.parquet"]),
+                    ("train_sft", &["data/train_sft-00000-of-00001.parquet"]),
+                ],
+            ),
+            (
+                &[
+                    "data/a-00000-of-00001.parquet",
+                    "data/extra.parquet",
+                    "data/train-00000-of-00001-b.parquet",
+                ],
+                &[
+                    ("a", &["data/a-00000-of-00001.parquet"]),
+                    ("train", &["data/train-00000-of-00001-b.parquet"]),
+                ],
+            ),
+            (
+                &[
+                    "x/data/train-00000-of-00001.parquet",
+                    "x/data/train_sft-00000-of-00001.parquet",
+                ],
+                &[(
+                    "train",
+                    &[
+                        "x/data/train-00000-of-00001.parquet",
+                        "x/data/train_sft-00000-of-00001.parquet",
+                    ],
+                )],
+            ),
+            (
+                &["b.jsonl", "train.jsonl", "train/a.jsonl"],
+                &[("train", &["train/a.jsonl"])],
+            ),
+            (
+                &["Test.csv", "Train.csv"],
+                &[("train", &["Test.csv", "Train.csv"])],
+            ),
+            (
+                &["train-test.csv", "x.csv"],
+                &[
+                    ("train", &["train-test.csv"]),
+                    ("test", &["train-test.csv"]),
+                ],
+            ),
+            (
+                &[
+                    "a-train.csv",
+                    "b/train.csv",
+                    "train.csv",
+                    "trainer.csv",
+                    "training.csv",
+                ],
+                &[(
+                    "train",
+                    &["b/train.csv", "train.csv", "a-train.csv", "training.csv"],
+                )],
+            ),
+            (
+                &["2test3/y.csv", "my_train-data/x.csv", "mytest/x.csv"],
+                &[
+                    ("train", &["my_train-data/x.csv"]),
+                    ("test", &["2test3/y.csv"]),
+                ],
+            ),
+            (
+                &["dev.csv", "train\u{e9}.csv"],
+                &[("validation", &["dev.csv"])],
+            ),
+            (&["dev.csv", "train+x.csv"], &[("validation", &["dev.csv"])]),
+            (
+                &[
+                    "__pycache__/train.jsonl",
+                    "config.json",
+                    "dataset_dict.json",
+                    "x.jsonl",
+                ],
+                &[("train", &["x.jsonl"])],
+            ),
+            (
+                &[
+                    "other.jsonl",
+                    "test.jsonl",
+                    "train.jsonl",
+                    "validation.v2.jsonl",
+                ],
+                &[
+                    ("train", &["train.jsonl"]),
+                    ("validation", &["validation.v2.jsonl"]),
+                    ("test", &["test.jsonl"]),
+                ],
+            ),
+            (&["test.csv", "train[1].csv"], &[("test", &["test.csv"])]),
+        ];
+        for (names, expected) in cases {
+            let names: Vec<&str> = names.iter().copied().filter(|name| is_data(name)).collect();
+            let expected: Vec<_> = expected
+                .iter()
+                .map(|(split, files)| ((*split).to_owned(), files.to_vec()))
+                .collect();
+            assert_eq!(by_name(&names), expected);
+        }
+        // The folder of a configuration is where names begin, and no folder elsewhere has its name.
+        let names = ["data/test.jsonl", "data/train.jsonl", "x/data/train.jsonl"];
+        assert_eq!(
+            chosen(&names, None, Some("data"), None).unwrap(),
+            [names[1]]
+        );
+        let names = [
+            "data/data/test-00000-of-00001.parquet",
+            "data/data/train-00000-of-00001.parquet",
+        ];
+        assert_eq!(
+            chosen(&names, None, Some("data"), None).unwrap(),
+            [names[1]]
+        );
+        let error = chosen(&["train/de/test.jsonl"], None, Some("train/de"), None).unwrap_err();
+        assert!(error.contains("no split `train`; it has test"), "{error}");
+    }
+
+    /// The expected values are those of `datasets` 5.2.0 in Python, except that a file is there once.
+    #[test]
+    fn patterns_are_those_of_python() {
+        let names = ["a.jsonl", "sub/b.jsonl", "sub/s/c.jsonl"];
+        for (patterns, expected) in [
+            (&["*.jsonl"][..], &["a.jsonl"][..]),
+            (&["**/*.jsonl"], &names),
+            (&["**"], &names),
+            (&["sub/**"], &names[1..]),
+            (&["sub/*"], &names[1..2]),
+            (&["sub"], &[]),
+            (&["**.jsonl"], &[]),
+            (&["./a.jsonl"], &names[..1]),
+            (&["{a,b}.jsonl"], &[]),
+            (&["[!b].jsonl"], &names[..1]),
+            (
+                &["sub/b.jsonl", "*.jsonl", "a.jsonl"],
+                &["sub/b.jsonl", "a.jsonl"],
+            ),
+        ] {
+            let patterns: Vec<String> =
+                patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+            assert_eq!(matching(&names, &patterns), expected, "{patterns:?}");
+        }
+    }
+
     #[test]
     fn configurations_are_those_of_the_readme() {
-        let readme = "---\nlicense: mit\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/part-*.jsonl\n  - split: extra\n    path:\n    - small/x.jsonl\n    - small/y.jsonl\n- config_name: large\n  default: true\n  data_files: large/*\n- config_name: folder\n  data_dir: other\n---\n# Title\n";
+        let readme = "---\nlicense: mit\nconfigs:\n- config_name: small\n  data_files:\n  - split: train\n    path: small/part-*.jsonl\n  - split: extra\n    path:\n    - small/x.jsonl\n    - small/y.jsonl\n- config_name: large\n  default: true\n  data_files: large/*\n- config_name: folder\n  data_dir: other\n- config_name: both\n  data_dir: small\n  data_files: part-1*\n---\n# Title\n";
         let names = [
             "README.md",
             "large/a.parquet",
@@ -349,9 +570,11 @@ mod tests {
         assert_eq!(of(Some("small"), None).unwrap(), names[5..7]);
         assert_eq!(of(Some("small"), Some("extra")).unwrap(), names[7..]);
         assert_eq!(of(Some("folder"), None).unwrap(), [names[4]]);
+        // As in Python, patterns are those of paths in `data_dir`.
+        assert_eq!(of(Some("both"), None).unwrap(), [names[6]]);
         let error = of(Some("huge"), None).unwrap_err();
         assert!(
-            error.contains("no configuration `huge`; it has folder, large, small"),
+            error.contains("no configuration `huge`; it has both, folder, large, small"),
             "{error}"
         );
         let without_default = readme.replace("  default: true\n", "");

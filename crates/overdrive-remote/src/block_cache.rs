@@ -91,7 +91,7 @@ impl BlockCache {
     }
 
     /// Copies the bytes of a block of `length` bytes from `start` on into `out`, or returns all of them; `None` if the
-    /// cache does not have the block.
+    /// cache does not have the block, or its file cannot be read.
     pub(crate) fn read(
         &self,
         object: &ObjectFolder,
@@ -103,27 +103,25 @@ impl BlockCache {
         let mut file = File::open(object.block(block)).ok()?;
         self.touch(&file, object, block);
         let key = (object.number, block);
-        if self.known().intact.contains(&key) {
+        let is_known = self.known().intact.contains(&key);
+        if is_known {
             // Another process may have replaced the file by the same bytes, or removed it.
-            file.seek(SeekFrom::Start(start)).ok()?;
-            file.read_exact(out).ok()?;
-            return Some(Cached::Copied);
-        }
-        match intact(&mut file, length) {
-            Some(bytes) => {
-                self.known().intact.insert(key);
-                Some(Cached::Whole(bytes))
+            let moved = file.seek(SeekFrom::Start(start));
+            if moved.and_then(|_| file.read_exact(out)).is_ok() {
+                return Some(Cached::Copied);
             }
-            None => {
-                tracing::warn!(
-                    "{} is damaged; it is downloaded again",
-                    object.block(block).display()
-                );
-                // The new block replaces it in any case.
-                let _ = std::fs::remove_file(object.block(block));
-                None
-            }
+            self.known().intact.remove(&key);
+        } else if let Some(bytes) = intact(&mut file, length) {
+            self.known().intact.insert(key);
+            return Some(Cached::Whole(bytes));
         }
+        tracing::warn!(
+            "{} is damaged; it is downloaded again",
+            object.block(block).display()
+        );
+        // The new block replaces it in any case.
+        let _ = std::fs::remove_file(object.block(block));
+        None
     }
 
     /// Returns `true` if the cache has a file for the block.
@@ -379,5 +377,19 @@ mod tests {
         let object = other.object(KEY);
         assert!(read(&other, &object, 3).is_none());
         assert!(!other.has(&object, 3));
+    }
+
+    #[test]
+    fn a_block_that_was_intact_and_is_cut_off_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = BlockCache::new(folder.path().to_owned(), 1 << 20);
+        let object = cache.object(KEY);
+        let bytes = Bytes::from(vec![7; 1000]);
+        cache.write(&object, 3, &bytes);
+        std::fs::write(object.block(3), []).unwrap();
+        assert!(read(&cache, &object, 3).is_none());
+        assert!(!cache.has(&object, 3));
+        cache.write(&object, 3, &bytes);
+        assert_eq!(read(&cache, &object, 3), Some(bytes.to_vec()));
     }
 }

@@ -9,7 +9,7 @@ use overdrive_core::Error as Common;
 use overdrive_datasets::{register_source, registered_source};
 
 use crate::block_cache::BlockCache;
-use crate::location::{Location, split_weight};
+use crate::location::Location;
 use crate::object::{Object, Server};
 use crate::remote_file::RemoteFile;
 use crate::{Error, RemoteOptions, Result, runtime};
@@ -59,49 +59,40 @@ pub fn open(url: &str, options: &RemoteOptions) -> Result<PathBuf> {
     }
 }
 
-/// Returns the data of a run with each URL opened and replaced by its name ([`open`]); all else stays as it is. A weight,
-/// as in `https://host/a.jsonl:0.7` of a mixture, is kept. A URL of a bucket that ends with `/` stands for the objects in
-/// this folder, without its subfolders.
+/// Returns the data of a run with each URL opened and replaced by its name ([`open`]); all else stays as it is. A URL
+/// of a bucket that ends with `/` stands for the objects in this folder, without its subfolders.
 ///
 /// ```
 /// use std::path::PathBuf;
 /// use overdrive_remote::{RemoteOptions, data_paths};
 ///
-/// let data = ["data/stories.jsonl", "books/*.txt:0.3"].map(PathBuf::from);
+/// let data = ["data/stories.jsonl", "books/*.txt"].map(PathBuf::from);
 /// assert_eq!(data_paths(&data, &RemoteOptions::new("cache"))?, data);
 /// # Ok::<(), overdrive_remote::Error>(())
 /// ```
 ///
 /// # Errors
-/// As [`open`]; [`Error::Common`] for a folder with a weight, and for a file that cannot be read by range.
+/// As [`open`]; [`Error::Common`] for a file that cannot be read by range.
 pub fn data_paths(data: &[PathBuf], options: &RemoteOptions) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::with_capacity(data.len());
     let mut locations = Vec::new();
     for path in data {
-        let (text, weight) = split_weight(path);
         let location = match path.exists() {
             true => None,
-            false => Location::parse(&text)?,
+            false => Location::parse(&path.to_string_lossy())?,
         };
         let Some(location) = location else {
             paths.push(path.clone());
             continue;
         };
         if location.is_folder() {
-            if weight.is_some() {
-                let expected = "one file; a source of a mixture is one path";
-                return Err(Common::option("data", &location.name, expected).into());
-            }
             for key in keys_in(&location, options)? {
                 locations.push(location.with_key(&key));
                 paths.push(location.with_key(&key).name.into());
             }
             continue;
         }
-        paths.push(match weight {
-            Some(weight) => format!("{}:{weight}", location.name).into(),
-            None => location.name.clone().into(),
-        });
+        paths.push(location.name.clone().into());
         locations.push(location);
     }
     open_all(&locations, options)?;

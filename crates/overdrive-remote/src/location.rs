@@ -1,7 +1,5 @@
 //! The URLs of objects, and their names without secrets.
 
-use std::path::Path;
-
 use crate::{Error, Result};
 
 /// The server of an object.
@@ -119,22 +117,6 @@ impl std::fmt::Debug for Location {
     }
 }
 
-/// Splits `PATH:WEIGHT`, as the sources of a mixture are given; the weight is `None` if there is none.
-pub(crate) fn split_weight(path: &Path) -> (String, Option<String>) {
-    let text = path.to_string_lossy().into_owned();
-    let after_host = text.split_once("://").map_or(0, |(scheme, rest)| {
-        scheme.len() + 3 + rest.find('/').unwrap_or(rest.len())
-    });
-    // A number before the first slash is a port.
-    match text[after_host..].rsplit_once(':') {
-        Some((path, weight)) if weight.parse::<f64>().is_ok() => (
-            text[..after_host + path.len()].to_owned(),
-            Some(weight.to_owned()),
-        ),
-        _ => (text, None),
-    }
-}
-
 /// Returns the address without user, password, query and fragment.
 fn without_secrets(rest: &str) -> String {
     let shown = rest.split(['?', '#']).next().unwrap_or_default();
@@ -195,17 +177,5 @@ mod tests {
             let error = Location::parse(text).unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }
-    }
-
-    #[test]
-    fn a_weight_follows_the_path_and_is_not_a_port() {
-        let split = |text: &str| split_weight(Path::new(text));
-        assert_eq!(
-            split("https://h:80/a.jsonl:0.7"),
-            ("https://h:80/a.jsonl".into(), Some("0.7".into()))
-        );
-        assert_eq!(split("https://h:80"), ("https://h:80".into(), None));
-        assert_eq!(split("s3://b/a:b"), ("s3://b/a:b".into(), None));
-        assert_eq!(split("a.jsonl:2"), ("a.jsonl".into(), Some("2".into())));
     }
 }

@@ -17,7 +17,7 @@ const MAX_BLOCK_BYTES: u64 = 64 << 20;
 #[non_exhaustive]
 pub struct RemoteOptions {
     /// The folder of the cached blocks; default `overdrive/remote` in the user's cache folder
-    /// ([`overdrive_datasets::default_cache_dir`]).
+    /// ([`overdrive_datasets::cache_dir`]).
     pub cache: PathBuf,
     /// The size of the cache on disk, over all files, runs and up to eight processes of a machine, in bytes. The blocks
     /// that were used longest ago are removed. Default: 64 GiB.
@@ -72,7 +72,7 @@ impl RemoteOptions {
         let get = |name: &str| variables.get(name).filter(|value| !value.trim().is_empty());
         let cache = match get("OVERDRIVE_REMOTE_CACHE") {
             Some(path) => PathBuf::from(path),
-            None => overdrive_datasets::default_cache_dir()?.join("remote"),
+            None => overdrive_datasets::cache_dir("remote")?,
         };
         let defaults = RemoteOptions::new(cache);
         let bytes = |name: &'static str, default: u64| match get(name) {

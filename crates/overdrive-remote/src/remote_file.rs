@@ -75,16 +75,19 @@ impl RemoteFile {
     /// Requests the blocks that neither the cache nor the memory has, neighbours together.
     fn start(&self, blocks: impl IntoIterator<Item = u64>) {
         let inner = &self.0;
-        let mut missing = BTreeSet::new();
-        for block in blocks {
+        let is_missing = |&block: &u64| {
             let is_known = {
                 let state = inner.lock();
                 state.in_flight.contains(&block) || inner.in_memory(block).is_some()
             };
-            if !is_known && !inner.cache.has(&inner.folder, block) {
-                missing.insert(block);
-            }
-        }
+            !is_known && !inner.cache.has(&inner.folder, block)
+        };
+        self.request(blocks.into_iter().filter(is_missing).collect());
+    }
+
+    /// Requests the blocks whether or not the cache has files for them, neighbours together.
+    fn request(&self, missing: BTreeSet<u64>) {
+        let inner = &self.0;
         let most = (MAX_REQUEST_BYTES / inner.block_bytes).max(1);
         let mut runs: Vec<Range<u64>> = Vec::new();
         {
@@ -146,9 +149,9 @@ impl RemoteFile {
                     inner.cache.keep(&inner.folder, block, bytes);
                     return copied;
                 }
-                // Not there yet, or removed in the meantime.
+                // Not there yet, removed in the meantime, or a file that cannot be read.
                 None => {
-                    self.start([block]);
+                    self.request(BTreeSet::from([block]));
                     is_requested = true;
                 }
             }

@@ -36,7 +36,7 @@ impl Compression {
     /// [`Error::InvalidFile`] for a compression that is not supported.
     pub(crate) fn of(path: &Path, data: &[u8]) -> Result<Option<Self>> {
         let unsupported = |format: &str| {
-            let hint = "unpack it, or compress it with bgzip or zstd";
+            let hint = "unpack it, or compress it with gzip or zstd";
             Err(Error::invalid_file(
                 path,
                 format!("{format} is not supported here; {hint}"),
@@ -52,27 +52,6 @@ impl Compression {
             [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => unsupported("xz"),
             [b'P', b'K', 3, 4, ..] => unsupported("a zip archive"),
             _ => Ok(None),
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Gzip => "gzip without blocks",
-            Self::Zstandard => "Zstandard without small frames",
-        }
-    }
-
-    fn hint(self) -> &'static str {
-        match self {
-            Self::Gzip => {
-                "set IndexOptions::unpack to have it unpacked into the cache once, unpack it with \
-                 gunzip, or compress it again with bgzip, whose blocks can be read alone"
-            }
-            Self::Zstandard => {
-                "set IndexOptions::unpack to have it unpacked into the cache once, unpack it with \
-                 unzstd, or compress it again in frames of at most 16 MiB that have their size in the header \
-                 (pzstd, or zstd on each file of `split`, joined with `cat`)"
-            }
         }
     }
 
@@ -210,11 +189,12 @@ struct Block {
 }
 
 impl Blocks {
-    /// Finds the blocks of a file by their headers alone, without unpacking.
+    /// Finds the blocks of a file by their headers alone, without unpacking; `None` if it does not consist of blocks that
+    /// are small enough to be unpacked for a single record.
     ///
     /// # Errors
-    /// [`Error::InvalidFile`] if the file is damaged, or does not consist of blocks.
-    pub(crate) fn find(path: &Path, compression: Compression, data: &[u8]) -> Result<Self> {
+    /// [`Error::InvalidFile`] if the file is damaged.
+    pub(crate) fn find(path: &Path, compression: Compression, data: &[u8]) -> Result<Option<Self>> {
         let mut starts = Vec::new();
         let (mut compressed, mut unpacked) = (0, 0_u64);
         while compressed < data.len() {
@@ -225,25 +205,24 @@ impl Blocks {
             let block = block.map_err(|problem| {
                 Error::invalid_file(path, format!("at byte {compressed}, {problem}"))
             })?;
-            let not_in_blocks = || {
-                let (format, hint) = (compression.name(), compression.hint());
-                Error::invalid_file(path, format!("{format} is not supported here; {hint}"))
+            let Some(block) = block else {
+                return Ok(None);
             };
-            let block = block.ok_or_else(not_in_blocks)?;
             if !block.is_skipped {
-                let size = block.unpacked.filter(|&size| size <= MAX_BLOCK_BYTES);
-                let size = size.ok_or_else(not_in_blocks)?;
+                let Some(size) = block.unpacked.filter(|&size| size <= MAX_BLOCK_BYTES) else {
+                    return Ok(None);
+                };
                 starts.push((compressed as u64, unpacked));
                 unpacked += size;
             }
             compressed += block.compressed;
         }
         starts.push((compressed as u64, unpacked));
-        Ok(Self {
+        Ok(Some(Self {
             compression,
             starts,
             cache: Mutex::default(),
-        })
+        }))
     }
 
     /// Returns the number of unpacked bytes.

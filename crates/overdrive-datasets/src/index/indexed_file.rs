@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tempfile::NamedTempFile;
+
 use overdrive_core::Error as CommonError;
 use overdrive_core::files::{self, FileMap};
 
@@ -15,7 +17,7 @@ use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
 use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, PART_BYTES, Part, Scan, scan_stream};
-use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
+use crate::cache::{Cached, cache_dir, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::range_source::{
@@ -29,10 +31,10 @@ const MIN_INDEXED_BYTES: u64 = 1 << 20;
 /// The location of index files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum IndexLocation {
-    /// The folder `overdrive/indexes` in the user's cache folder (see [`crate::default_cache_dir`]). The default.
+    /// The folder `overdrive/indexes` in the user's cache folder (see [`crate::cache_dir`]). The default.
     #[default]
     Cache,
-    /// A folder of the caller's choice.
+    /// A folder of the caller's choice, also for the unpacked content of files that are on this machine.
     Folder(PathBuf),
     /// The folder of the data; the index files are hidden and end in `.ovidx`.
     Beside,
@@ -51,9 +53,9 @@ pub struct IndexOptions {
     pub threads: Option<usize>,
     /// If `true`, the index is built even if an existing one fits. Default: `false`.
     pub rebuild: bool,
-    /// If `true`, compressed files are unpacked once, into `overdrive/unpacked` in the user's cache folder, and
-    /// read from there. If `false` (the default), they are read in place, block by block, which requires files
-    /// in blocks: gzip of bgzip, Zstandard in frames of at most 16 MiB.
+    /// If `true`, every compressed file is unpacked once, into `overdrive/unpacked` in the user's cache folder or into
+    /// [`IndexLocation::Folder`], and read from there. If `false` (the default), files in blocks are read in place, block by block (gzip of bgzip,
+    /// Zstandard in frames of at most 16 MiB), and only the others are unpacked.
     pub unpack: bool,
 }
 
@@ -171,15 +173,22 @@ impl IndexedFile {
         let identity = Identity::of(&true_path, FileState::of(&metadata), &map, &scan_key);
         let data = match Compression::of(path, &map)? {
             None => Data::Mapped(map),
-            Some(compression) if options.unpack => {
-                let unpacked = unpacked(compression, path, &map, identity)?;
-                let (mut file, report) = Self::open(&unpacked, scan, options, keep_mapped)?;
-                // Error messages name the file that the user gave, and not the unpacked one.
-                file.path = path.to_owned();
-                return Ok((file, report));
-            }
             Some(compression) => {
-                let blocks = Blocks::find(path, compression, &map)?;
+                let blocks = match options.unpack {
+                    true => None,
+                    false => Blocks::find(path, compression, &map)?,
+                };
+                let Some(blocks) = blocks else {
+                    let folder = match &options.location {
+                        IndexLocation::Folder(folder) => folder.clone(),
+                        _ => cache_dir("unpacked")?,
+                    };
+                    let unpacked = unpacked(compression, path, &map, identity, &folder)?;
+                    let (mut file, report) = Self::open(&unpacked, scan, options, keep_mapped)?;
+                    // Error messages name the file that the user gave, and not the unpacked one.
+                    file.path = path.to_owned();
+                    return Ok((file, report));
+                };
                 Data::Blocks(map, blocks)
             }
         };
@@ -394,19 +403,37 @@ pub(crate) fn unpacked_source(
         .field(b"unpacked remote 1")
         .field(&digest_of_source(path, source.as_ref()).0)
         .finish();
-    let unpacked = cache_folder("unpacked")?.join(format!("{}.unpacked", name.short()));
+    let unpack = |file: &mut NamedTempFile| {
+        let reader = BufReader::with_capacity(1 << 20, RangeReader::new(Arc::clone(source)));
+        let bytes = compression.unpack_stream(reader, file);
+        let bytes = bytes.map_err(read_error("unpack", path))?;
+        source.check_unchanged()?;
+        Ok(bytes)
+    };
+    unpacked_once(path, name, &cache_dir("unpacked")?, unpack).map(Some)
+}
+
+/// Returns the file with the unpacked content of the compressed one at `path`, which `unpack` writes if `folder`
+/// does not have it under `key`.
+fn unpacked_once(
+    path: &Path,
+    key: Sha256Digest,
+    folder: &Path,
+    unpack: impl FnOnce(&mut NamedTempFile) -> Result<u64>,
+) -> Result<PathBuf> {
+    let unpacked = folder.join(format!("{}.unpacked", key.short()));
     let open = || Ok(is_intact(&unpacked)?.then_some(()));
     let build = || {
+        let (from, to) = (path.display(), unpacked.display());
+        tracing::info!("unpacking {from} into {to}; delete it when it is no longer needed");
         let mut file = files::unfinished(&unpacked)?;
-        let reader = BufReader::with_capacity(1 << 20, RangeReader::new(Arc::clone(source)));
-        compression
-            .unpack_stream(reader, &mut file)
-            .map_err(read_error("unpack", path))?;
-        source.check_unchanged()?;
-        commit_with_digest(file, &unpacked)
+        let bytes = unpack(&mut file)?;
+        commit_with_digest(file, &unpacked)?;
+        tracing::info!("{from} has {bytes} bytes unpacked, in {to}");
+        Ok(())
     };
     match cached(&unpacked, open, build)? {
-        Cached::Hit(()) | Cached::Built(()) => Ok(Some(unpacked)),
+        Cached::Hit(()) | Cached::Built(()) => Ok(unpacked),
     }
 }
 
@@ -427,21 +454,14 @@ fn unpacked(
     path: &Path,
     data: &[u8],
     identity: Identity,
+    folder: &Path,
 ) -> Result<PathBuf> {
-    let name = format!("{}.unpacked", identity.unpacked_key().short());
-    let unpacked = cache_folder("unpacked")?.join(name);
-    let open = || Ok(is_intact(&unpacked)?.then_some(()));
-    let build = || {
-        let mut file = files::unfinished(&unpacked)?;
-        compression
-            .unpack(data, &mut file)
-            .map_err(CommonError::io("unpack", path))?;
+    unpacked_once(path, identity.unpacked_key(), folder, |file| {
+        let bytes = compression.unpack(data, file);
+        let bytes = bytes.map_err(CommonError::io("unpack", path))?;
         identity.state.check(path)?;
-        commit_with_digest(file, &unpacked)
-    };
-    match cached(&unpacked, open, build)? {
-        Cached::Hit(()) | Cached::Built(()) => Ok(unpacked),
-    }
+        Ok(bytes)
+    })
 }
 
 /// Returns the path of the index of the file at `path`; `None` if it is not written to a file.
@@ -449,7 +469,7 @@ fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Resul
     let name = format!("{}.ovidx", key.short());
     Ok(match location {
         IndexLocation::Memory => None,
-        IndexLocation::Cache => Some(cache_folder("indexes")?.join(name)),
+        IndexLocation::Cache => Some(cache_dir("indexes")?.join(name)),
         IndexLocation::Folder(folder) => Some(folder.join(name)),
         IndexLocation::Beside => {
             let file = path.file_name().unwrap_or_default().to_string_lossy();

@@ -10,12 +10,15 @@ use super::encoder::InstructionEncoder;
 use super::example_cache::ExampleCache;
 use super::example_file::{ExampleFile, ExampleWriter, ScanReport};
 use super::record::{AnswerKey, InstructionRecord};
-use super::record_file::RecordFile;
 use super::scan::{Outcome, Scanned, digest_of, examine};
 use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
+use crate::records::{guessed_scan, without_separator};
 use crate::transform::SortedIndices;
-use crate::{Dataset, Error, Result, Sha256Digest, TokenizedExample, find_files};
+use crate::{
+    Dataset, Error, IndexOptions, RecordFiles, RecordNumber, Result, Sha256Digest,
+    TokenizedExample, find_files,
+};
 use overdrive_core::check_fraction;
 use overdrive_core::random::uniform_below;
 
@@ -89,7 +92,7 @@ pub struct InstructionReport {
 /// # std::fs::create_dir(&text).unwrap();
 /// # std::fs::write(text.join("a.txt"), "The sum of two and two is four. ".repeat(50)).unwrap();
 /// # let corpus = Corpus::from_paths([&text], &CorpusOptions::default())?;
-/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 260, ..Default::default() })?.tokenizer;
+/// # let tokenizer = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 260, ..Default::default() })?.tokenizer;
 /// # let end_of_text = tokenizer.token_to_id("<|endoftext|>");
 /// std::fs::write(&path, r#"{"prompt": "Two and two is", "response": " four."}"#).unwrap();
 /// let encoder = InstructionEncoder::new(tokenizer, None, end_of_text, EncodeOptions::default())?;
@@ -103,9 +106,7 @@ pub struct InstructionReport {
 /// ```
 #[derive(Debug, Clone)]
 pub struct InstructionDataset {
-    files: Arc<Vec<RecordFile>>,
-    /// The number of records up to and including each file.
-    ends: Arc<Vec<usize>>,
+    files: Arc<RecordFiles>,
     encoder: Arc<InstructionEncoder>,
     answer: AnswerKey,
     /// The records of the examples, counted through all files.
@@ -143,13 +144,6 @@ impl RecordIndices {
     }
 }
 
-/// The file and the number in the file of a record.
-#[derive(Debug, Clone, Copy)]
-struct RecordPosition {
-    file: usize,
-    record: usize,
-}
-
 impl InstructionDataset {
     /// Opens files, folders (of `.jsonl`, `.ndjson` and `.json` files) and patterns (see [`crate::find_files`]).
     ///
@@ -161,14 +155,14 @@ impl InstructionDataset {
         encoder: InstructionEncoder,
         options: InstructionOptions,
     ) -> Result<InstructionDataset> {
-        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
+        let mut dataset = InstructionDataset::of_files(paths, encoder, options.answer)?;
         let scan = dataset.scan(options, None)?;
         dataset.check_unchanged()?;
         dataset.record_indices = RecordIndices::SortedIndices(scan.kept.finish());
         dataset.lengths = scan.lengths;
         dataset.content = scan.content;
         dataset.set_report(scan.report);
-        dataset.checked(&names)
+        dataset.checked()
     }
 
     /// Opens files as [`open`](Self::open) does, and keeps the tokens of all records in a file of `cache`: the first
@@ -185,7 +179,7 @@ impl InstructionDataset {
         options: InstructionOptions,
         cache: &ExampleCache,
     ) -> Result<InstructionDataset> {
-        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
+        let mut dataset = InstructionDataset::of_files(paths, encoder, options.answer)?;
         dataset.content = dataset.read_content(options)?;
         let key = cache.key(dataset.content, &dataset.encoder, options)?;
         let path = cache.path(key);
@@ -193,7 +187,7 @@ impl InstructionDataset {
             let mut writer = ExampleWriter::create(&path)?;
             let scan = dataset.scan(options, Some(&mut writer))?;
             if scan.content != dataset.content {
-                let path = PathBuf::from(names.join(", "));
+                let path = PathBuf::from(dataset.names());
                 return Err(Error::FileChanged { path });
             }
             writer.finish(key, &scan.report)
@@ -210,27 +204,18 @@ impl InstructionDataset {
         dataset.record_indices = RecordIndices::SortedIndices(SortedIndices::new(records));
         dataset.set_report(examples.report()?);
         dataset.examples = Some(Arc::new(examples));
-        dataset.checked(&names)
+        dataset.checked()
     }
 
     fn of_files<P: Into<PathBuf>>(
         paths: impl IntoIterator<Item = P>,
         encoder: InstructionEncoder,
         answer: AnswerKey,
-    ) -> Result<(InstructionDataset, Vec<String>)> {
-        let mut files = Vec::new();
-        let mut names = Vec::new();
+    ) -> Result<InstructionDataset> {
         let paths = paths.into_iter().map(Into::into);
-        for path in find_files::<PathBuf>(paths, &["jsonl", "ndjson", "json"])? {
-            names.push(path.display().to_string());
-            files.push(RecordFile::open(&path)?);
-        }
-        let ends = files.iter().scan(0, |end, file| {
-            *end += file.len();
-            Some(*end)
-        });
-        let dataset = InstructionDataset {
-            ends: Arc::new(ends.collect()),
+        let paths = find_files::<PathBuf>(paths, &["jsonl", "ndjson", "json"])?;
+        let files = RecordFiles::open(&paths, guessed_scan, &IndexOptions::default(), 0)?;
+        Ok(InstructionDataset {
             files: Arc::new(files),
             encoder: Arc::new(encoder),
             answer,
@@ -240,12 +225,32 @@ impl InstructionDataset {
             content: Sha256Digest::UNKNOWN,
             examples: None,
             was_cached: false,
-        };
-        Ok((dataset, names))
+        })
+    }
+
+    /// Returns the names of the files for an error message.
+    fn names(&self) -> String {
+        let names = self.files.paths().map(|path| path.display().to_string());
+        names.collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns the error of a record, with its line.
+    fn bad_record(&self, number: usize, problem: String) -> Error {
+        let location = self.files.location(number);
+        match location.and_then(|location| Ok((location, self.files.line(number)?))) {
+            Ok((location, line)) => Error::InvalidRecord {
+                path: location.path,
+                number: RecordNumber::Line(line),
+                offset: location.offset,
+                problem,
+            },
+            // An error of the file is more serious than that of a record, so it is returned instead.
+            Err(error) => error,
+        }
     }
 
     /// Returns the dataset, or an error if it is empty.
-    fn checked(self, names: &[String]) -> Result<InstructionDataset> {
+    fn checked(self) -> Result<InstructionDataset> {
         if self.is_empty() {
             let problem = match self.report.records {
                 0 => "there are no records".to_owned(),
@@ -255,7 +260,7 @@ impl InstructionDataset {
                 ),
             };
             return Err(Error::NoData {
-                searched: names.join(", "),
+                searched: self.names(),
                 problem,
             });
         }
@@ -266,36 +271,30 @@ impl InstructionDataset {
         self.report = scan.report;
         // The message names the current path of the file, which may differ from the path in the run that wrote the
         // report.
-        self.report.first_broken = scan.first_broken.map(|(number, problem)| {
-            let position = self.position_of(number);
-            let file = &self.files[position.file];
-            file.bad_record(position.record, problem).to_string()
-        });
+        self.report.first_broken = scan
+            .first_broken
+            .map(|(number, problem)| self.bad_record(number, problem).to_string());
     }
 
-    /// Returns the records of each file that must be read, in blocks, so that an error at the beginning of a long
-    /// file is returned early.
-    fn blocks(&self, options: InstructionOptions) -> Vec<(usize, Range<usize>)> {
+    /// Returns the records that must be read, in blocks, so that an error at the beginning of a long file is returned
+    /// early.
+    fn blocks(&self, options: InstructionOptions) -> impl Iterator<Item = Range<usize>> + use<> {
         const BLOCK_RECORDS: usize = 1 << 12;
-        let mut left = options.max_records.unwrap_or(usize::MAX);
-        let mut blocks = Vec::new();
-        for (number, file) in self.files.iter().enumerate() {
-            let records = file.len().min(left);
-            left -= records;
-            let starts = (0..records).step_by(BLOCK_RECORDS);
-            blocks.extend(starts.map(|start| (number, start..records.min(start + BLOCK_RECORDS))));
-        }
-        blocks
+        let records = self
+            .files
+            .len()
+            .min(options.max_records.unwrap_or(usize::MAX));
+        let starts = (0..records).step_by(BLOCK_RECORDS);
+        starts.map(move |start| start..records.min(start + BLOCK_RECORDS))
     }
 
     /// Returns the digest of the records' bytes, without parsing them.
     fn read_content(&self, options: InstructionOptions) -> Result<Sha256Digest> {
         let mut content = FieldHasher::default();
-        for (number, records) in self.blocks(options) {
-            let file = &self.files[number];
+        for records in self.blocks(options) {
             let digests = records
                 .into_par_iter()
-                .map(|record| digest_of(file, record))
+                .map(|record| digest_of(&self.files, record))
                 .collect::<Result<Vec<_>>>()?;
             digests.iter().for_each(|digest| content.add(&digest.0));
         }
@@ -310,25 +309,23 @@ impl InstructionDataset {
     ) -> Result<Scanned> {
         let mut scanned = Scanned::default();
         let mut content = FieldHasher::default();
-        for (number, records) in self.blocks(options) {
-            let file = &self.files[number];
-            let before = self.ends[number] - file.len();
+        for records in self.blocks(options) {
             let found: Vec<(Sha256Digest, Outcome)> = records
                 .clone()
                 .into_par_iter()
-                .map(|record| examine(file, record, &self.encoder, self.answer))
+                .map(|record| examine(&self.files, record, &self.encoder, self.answer))
                 .collect::<Result<_>>()?;
             for (record, (digest, found)) in records.zip(found) {
                 content.add(&digest.0);
                 if let (OnBadRecord::Stop, Outcome::Broken(problem)) =
                     (options.on_bad_record, &found)
                 {
-                    return Err(file.bad_record(record, problem.clone()));
+                    return Err(self.bad_record(record, problem.clone()));
                 }
                 if let (Outcome::Example(example), Some(writer)) = (&found, &mut writer) {
-                    writer.push(before + record, example)?;
+                    writer.push(record, example)?;
                 }
-                scanned.add(before + record, found);
+                scanned.add(record, found);
             }
         }
         scanned.content = content.finish();
@@ -371,10 +368,10 @@ impl InstructionDataset {
     /// # Errors
     /// Returns an error if `index` is not below [`Dataset::len`], or if the file has changed.
     pub fn record(&self, index: usize) -> Result<InstructionRecord> {
-        let position = self.position(index)?;
-        let file = &self.files[position.file];
-        InstructionRecord::with_answer(&file.record(position.record)?, self.answer)
-            .map_err(|problem| file.bad_record(position.record, problem))
+        let number = self.record_number(index)?;
+        let bytes = self.files.bytes(number)?;
+        InstructionRecord::with_answer(without_separator(&bytes), self.answer)
+            .map_err(|problem| self.bad_record(number, problem))
     }
 
     /// Splits the examples into training and validation, in this order. `fraction` of the examples (rounded down,
@@ -423,7 +420,6 @@ impl InstructionDataset {
             .collect();
         Ok(InstructionDataset {
             files: Arc::clone(&self.files),
-            ends: Arc::clone(&self.ends),
             encoder: Arc::clone(&self.encoder),
             answer: self.answer,
             record_indices: RecordIndices::new(record_indices?),
@@ -446,21 +442,6 @@ impl InstructionDataset {
             len: self.len(),
         })
     }
-
-    fn position(&self, index: usize) -> Result<RecordPosition> {
-        self.record_number(index)
-            .map(|number| self.position_of(number))
-    }
-
-    /// Returns the position of a record, which is counted through all files.
-    fn position_of(&self, number: usize) -> RecordPosition {
-        // Only numbers of existing records are listed, so there is a file.
-        let file = self.ends.partition_point(|&end| end <= number);
-        RecordPosition {
-            file,
-            record: number - (self.ends[file] - self.files[file].len()),
-        }
-    }
 }
 
 impl Dataset for InstructionDataset {
@@ -481,10 +462,10 @@ impl Dataset for InstructionDataset {
                 .ok_or_else(no_such);
         }
         let record = self.record(index)?;
-        let position = self.position(index)?;
+        let number = self.record_number(index)?;
         self.encoder
             .encode(&record)
-            .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
+            .map_err(|problem| self.bad_record(number, problem))
     }
 
     fn prefetch(&self, indices: &[usize]) {
@@ -492,23 +473,16 @@ impl Dataset for InstructionDataset {
         if self.examples.is_some() {
             return;
         }
-        let mut of_files = vec![Vec::new(); self.files.len()];
-        for position in indices
-            .iter()
-            .filter_map(|&index| self.position(index).ok())
-        {
-            of_files[position.file].push(position.record);
-        }
-        for (file, records) in self.files.iter().zip(of_files) {
-            file.prefetch(&records);
-        }
+        let numbers = indices.iter();
+        let numbers = numbers.filter_map(|&index| self.record_indices.get(index));
+        self.files.prefetch(&numbers.collect::<Vec<_>>());
     }
 
     fn check_unchanged(&self) -> Result<()> {
         match self.examples {
             // With cached examples, the records are not read again.
             Some(_) => Ok(()),
-            None => self.files.iter().try_for_each(RecordFile::check_unchanged),
+            None => self.files.check_unchanged(),
         }
     }
 }

@@ -7,7 +7,6 @@ mod example_cache;
 mod example_file;
 mod message;
 mod record;
-mod record_file;
 mod scan;
 
 pub use chat::{ChatFormat, ChatMessage, PlainChat, RenderedChat};

@@ -3,7 +3,7 @@
 use super::encoder::InstructionEncoder;
 use super::example_file::{CompactExample, ScanReport};
 use super::record::{AnswerKey, InstructionRecord};
-use super::record_file::RecordFile;
+use crate::records::{RecordFiles, without_separator};
 use crate::transform::SortedIndicesWriter;
 use crate::{Result, Sha256Digest};
 
@@ -53,9 +53,9 @@ impl Scanned {
 ///
 /// # Errors
 /// As [`examine`].
-pub(super) fn digest_of(file: &RecordFile, record: usize) -> Result<Sha256Digest> {
-    match file.record(record) {
-        Ok(bytes) => Ok(Sha256Digest::of(&bytes)),
+pub(super) fn digest_of(files: &RecordFiles, record: usize) -> Result<Sha256Digest> {
+    match files.bytes(record) {
+        Ok(bytes) => Ok(Sha256Digest::of(without_separator(&bytes))),
         Err(error) if error.is_about_record() => Ok(Sha256Digest::UNKNOWN),
         Err(error) => Err(error),
     }
@@ -66,24 +66,25 @@ pub(super) fn digest_of(file: &RecordFile, record: usize) -> Result<Sha256Digest
 /// # Errors
 /// An error of the disk or of a server, which says nothing about the record.
 pub(super) fn examine(
-    file: &RecordFile,
+    files: &RecordFiles,
     record: usize,
     encoder: &InstructionEncoder,
     answer: AnswerKey,
 ) -> Result<(Sha256Digest, Outcome)> {
-    let bytes = match file.record(record) {
+    let bytes = match files.bytes(record) {
         Ok(bytes) => bytes,
         Err(error) if error.is_about_record() => {
             return Ok((Sha256Digest::UNKNOWN, Outcome::Broken(error.to_string())));
         }
         Err(error) => return Err(error),
     };
-    let record = InstructionRecord::with_answer(&bytes, answer);
+    let bytes = without_separator(&bytes);
+    let record = InstructionRecord::with_answer(bytes, answer);
     let example = record.and_then(|record| encoder.encode(&record));
     let outcome = match example {
         Err(problem) => Outcome::Broken(problem),
         Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
         Ok(example) => Outcome::Example(CompactExample::from(&example)),
     };
-    Ok((Sha256Digest::of(&bytes), outcome))
+    Ok((Sha256Digest::of(bytes), outcome))
 }

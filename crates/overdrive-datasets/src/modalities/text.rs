@@ -58,7 +58,7 @@ impl Default for TextDatasetOptions {
 /// # let path = dir.path().join("lines.txt");
 /// # std::fs::write(&path, "So much depends\nupon\na red wheel barrow\n".repeat(50)).unwrap();
 /// # let corpus = Corpus::from_paths([&path], &CorpusOptions::default())?;
-/// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
+/// # let tokenizer = train_bpe(corpus.sample(16 << 20), &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
 /// let options = TextDatasetOptions { max_length: Some(8), ..Default::default() };
 /// let lines = TextDataset::open([&path], &TextOptions::default(), tokenizer, options)?;
 /// let tokens: Vec<u32> = lines.get(2)?;

@@ -131,7 +131,7 @@ impl CsvRecords {
         // `find_files` gives at least one.
         let scan = options.scan(&files[0])?;
         let skip = usize::from(options.has_header);
-        let records = RecordFiles::open(&files, &scan, &options.index, skip)?;
+        let records = RecordFiles::open(&files, |_| Ok(Box::new(scan)), &options.index, skip)?;
         let columns = columns(&files, &records, &scan, options.has_header)?;
         Ok(Self {
             records,

@@ -15,7 +15,7 @@ const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
 /// Finds the files that `paths` name, in a fixed order.
 ///
 /// A path is a file, a folder or a pattern. A folder stands for all files in it and in its subfolders with one of
-/// `extensions` (all files if there are none), in the order of their names; hidden files are left out, and
+/// `extensions` (all files if there are none), in the order of their names; links are followed, hidden files are left out, and
 /// compressed ones count by the inner extension, `a.csv.gz` as `a.csv`. A pattern has `*`, `?`, `[…]` or `**` and
 /// stands for the matching files. A file that is named several times is listed several times. The name of a file on a
 /// server ([`register_source`](crate::register_source)) stands for itself.
@@ -48,7 +48,7 @@ pub fn find_files<P: AsRef<Path>>(
         } else if is_url(path) {
             return Err(not_opened(path));
         } else if path.is_dir() {
-            add_folder(path, extensions, &mut files)?;
+            files.extend(files_in(path, extensions)?);
         } else if !path.exists() && is_pattern(path) {
             add_matches(path, &mut files)?;
         } else {
@@ -71,23 +71,32 @@ pub fn find_files<P: AsRef<Path>>(
     Ok(files)
 }
 
-fn add_folder(folder: &Path, extensions: &[&str], files: &mut Vec<PathBuf>) -> Result<()> {
+/// Returns the files in a folder and its subfolders with one of `extensions` (all files if there are none), in the order
+/// of their names, without hidden ones.
+pub(crate) fn files_in(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>> {
     let walk = WalkDir::new(folder)
         // The folders of Hugging Face's cache consist of links to files.
         .follow_links(true)
         .sort_by_file_name()
         .into_iter()
         .filter_entry(|entry| entry.depth() == 0 || !is_hidden(entry.path()));
+    let mut files = Vec::new();
     for entry in walk {
-        let entry = entry.map_err(|error| {
-            let path = error.path().unwrap_or(folder).to_owned();
-            CommonError::io("read the folder", &path)(error.into())
-        })?;
-        if entry.file_type().is_file() && has_extension(entry.path(), extensions) {
-            files.push(entry.into_path());
+        match entry {
+            Ok(entry) => {
+                if entry.file_type().is_file() && has_extension(entry.path(), extensions) {
+                    files.push(entry.into_path());
+                }
+            }
+            // A link to a folder around it leads to no other files.
+            Err(error) if error.loop_ancestor().is_some() => {}
+            Err(error) => {
+                let path = error.path().unwrap_or(folder).to_owned();
+                return Err(CommonError::io("read", path)(error.into()).into());
+            }
         }
     }
-    Ok(())
+    Ok(files)
 }
 
 fn add_matches(pattern: &Path, files: &mut Vec<PathBuf>) -> Result<()> {

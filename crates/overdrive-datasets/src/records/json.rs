@@ -1,7 +1,7 @@
 //! Datasets of JSON records: JSON Lines, or the elements of an array.
 
 use std::marker::PhantomData;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use overdrive_core::text::in_one_line;
 use serde::de::DeserializeOwned;
@@ -13,7 +13,7 @@ use crate::{Dataset, IndexOptions, Result};
 /// The layout of the records in a JSON file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum JsonLayout {
-    /// The layout is guessed by the first character of the first file: [`JsonLayout::Array`] for `[`, and
+    /// The layout is guessed by the first character of each file: [`JsonLayout::Array`] for `[`, and
     /// [`JsonLayout::Lines`] otherwise. The default.
     #[default]
     Guess,
@@ -55,7 +55,6 @@ pub struct JsonOptions {
 /// ```
 pub struct JsonRecords<T = serde_json::Value> {
     records: RecordFiles,
-    in_array: bool,
     // `fn() -> T` is Send and Sync for any `T`, which is right: each `get` makes a new `T`.
     item: PhantomData<fn() -> T>,
 }
@@ -71,17 +70,18 @@ impl<T: DeserializeOwned> JsonRecords<T> {
         options: &JsonOptions,
     ) -> Result<Self> {
         let files = find_files(paths, &["jsonl", "ndjson", "json"])?;
-        let array = |field| Box::new(JsonArrayScan { field }) as Box<dyn Scan>;
-        let lines = || Box::new(LineScan { skip_blank: true }) as Box<dyn Scan>;
-        let (scan, in_array) = match &options.layout {
-            JsonLayout::Guess if first_begins_array(&files)? => (array(None), true),
-            JsonLayout::Guess | JsonLayout::Lines => (lines(), false),
-            JsonLayout::Array => (array(None), true),
-            JsonLayout::ArrayIn(field) => (array(Some(field.clone())), true),
+        let scan = |path: &Path| -> Result<Box<dyn Scan>> {
+            Ok(match &options.layout {
+                JsonLayout::Guess => return guessed_scan(path),
+                JsonLayout::Lines => Box::new(LineScan { skip_blank: true }),
+                JsonLayout::Array => Box::new(JsonArrayScan { field: None }),
+                JsonLayout::ArrayIn(field) => Box::new(JsonArrayScan {
+                    field: Some(field.clone()),
+                }),
+            })
         };
         Ok(Self {
-            records: RecordFiles::open(&files, scan.as_ref(), &options.index, 0)?,
-            in_array,
+            records: RecordFiles::open(&files, scan, &options.index, 0)?,
             item: PhantomData,
         })
     }
@@ -112,11 +112,7 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
 
     fn get(&self, index: usize) -> Result<T> {
         let parse = |bytes: &[u8]| {
-            let bytes = match self.in_array {
-                true => without_separator(bytes),
-                false => bytes,
-            };
-            serde_json::from_slice(bytes).map_err(|error| json_problem(&error))
+            serde_json::from_slice(without_separator(bytes)).map_err(|error| json_problem(&error))
         };
         self.records.read(index, parse)
     }
@@ -141,18 +137,59 @@ pub(crate) fn json_problem(error: &serde_json::Error) -> String {
     }
 }
 
-/// Removes white space and the comma after an element.
-fn without_separator(bytes: &[u8]) -> &[u8] {
+/// Removes the comma after an element, and white space.
+pub(crate) fn without_separator(bytes: &[u8]) -> &[u8] {
     let bytes = bytes.trim_ascii_end();
-    bytes.strip_suffix(b",").unwrap_or(bytes)
+    bytes
+        .strip_suffix(b",")
+        .map_or(bytes, <[u8]>::trim_ascii_end)
 }
 
-/// Returns `true` if the first of the files that is not empty begins an array.
-fn first_begins_array(files: &[PathBuf]) -> Result<bool> {
-    for path in files {
-        if let Some(begins) = begins_array(path)? {
-            return Ok(begins);
-        }
+/// Returns the scan of a file by its first character: elements if it begins an array, lines otherwise.
+pub(crate) fn guessed_scan(path: &Path) -> Result<Box<dyn Scan>> {
+    Ok(match begins_array(path)? {
+        Some(true) => Box::new(JsonArrayScan { field: None }),
+        _ => Box::new(LineScan { skip_blank: true }),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn records(texts: &[&str]) -> Vec<String> {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |(number, text): (usize, &&str)| {
+            let path = dir.path().join(format!("{number}.json"));
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let paths = texts.iter().enumerate().map(write).collect::<Vec<_>>();
+        let data = JsonRecords::<serde_json::Value>::open(paths, &JsonOptions::default()).unwrap();
+        let record = |index| {
+            let bytes = data.records().bytes(index).unwrap();
+            data.get(index).unwrap();
+            String::from_utf8(without_separator(&bytes).to_vec()).unwrap()
+        };
+        (0..data.len()).map(record).collect()
     }
-    Ok(false)
+
+    #[test]
+    fn lines_and_array_elements_are_the_same_records() {
+        let each = [
+            r#"{"a": "x, ] }\" "}"#,
+            r#"{"b": [1, {"c": 2}]}"#,
+            r#"{"d": []}"#,
+        ];
+        let lines = each.join("\n");
+        let spaced_lines = format!("\n{}\r\n\n", each.join("\r\n  \r\n"));
+        let array = format!("[{}]", each.join(","));
+        let spaced_array = format!(" [\n  {}\n]\n", each.join(" ,\n  "));
+        for text in [&lines, &spaced_lines, &array, &spaced_array] {
+            assert_eq!(records(&[text]), each, "{text}");
+        }
+        // The layout is that of each file.
+        assert_eq!(records(&["", &lines, &spaced_array]), [each, each].concat());
+        assert!(records(&["", " [ ] ", "\n\n"]).is_empty());
+    }
 }

@@ -12,10 +12,12 @@ mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use find_files::find_files;
-pub(crate) use find_files::has_extension;
+pub(crate) use find_files::{files_in, has_extension};
 pub use format::RecordFormat;
 pub(crate) use json::json_problem;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
+#[cfg(feature = "tokenizers")]
+pub(crate) use json::{guessed_scan, without_separator};
 pub use record_files::{RecordFiles, RecordLocation};
 #[cfg(feature = "parquet")]
 pub use table::TableRecords;

@@ -43,10 +43,10 @@ pub struct RecordFiles {
 }
 
 impl RecordFiles {
-    /// Opens the files at `paths`, and finds their records by `scan`.
+    /// Opens the files at `paths`, and finds the records of each by the scan that `scan` returns for it.
     pub(crate) fn open(
         paths: &[PathBuf],
-        scan: &dyn Scan,
+        scan: impl Fn(&Path) -> Result<Box<dyn Scan>>,
         options: &IndexOptions,
         skip: usize,
     ) -> Result<Self> {
@@ -56,7 +56,8 @@ impl RecordFiles {
         let mut report = IndexReport::default();
         let mut len = 0;
         for path in paths {
-            let (file, file_report) = IndexedFile::open(path, scan, options, keep_mapped)?;
+            let scan = scan(path)?;
+            let (file, file_report) = IndexedFile::open(path, scan.as_ref(), options, keep_mapped)?;
             len += file.len().saturating_sub(skip);
             report.add(&file_report);
             ends.push(len);
@@ -133,6 +134,13 @@ impl RecordFiles {
             record: record - self.skip,
             offset: file.range(record)?.start,
         })
+    }
+
+    /// Returns the number of the line, counted from 1, in which record `index` starts. It reads the file up to there.
+    #[cfg(feature = "tokenizers")]
+    pub(crate) fn line(&self, index: usize) -> Result<u64> {
+        let (file, record) = self.find(index)?;
+        Ok(file.line_feeds_before(file.range(record)?.start)? + 1)
     }
 
     /// Returns the length of record `index` in bytes, including the separator after it. It reads the index only.
@@ -234,4 +242,23 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
         return bytes;
     };
     bytes[..feed].strip_suffix(b"\r").unwrap_or(&bytes[..feed])
+}
+
+#[cfg(all(test, feature = "tokenizers"))]
+mod tests {
+    use super::*;
+    use crate::index::LineScan;
+
+    #[test]
+    fn the_line_of_a_record_counts_blank_lines_and_begins_anew_in_each_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = ["a", "b"].map(|name| dir.path().join(name));
+        for path in &paths {
+            std::fs::write(path, "{}\n\n{\"a\": 1}\n").unwrap();
+        }
+        let scan = |_: &Path| Ok(Box::new(LineScan { skip_blank: true }) as Box<dyn Scan>);
+        let files = RecordFiles::open(&paths, scan, &IndexOptions::default(), 0).unwrap();
+        let lines: Vec<u64> = (0..4).map(|index| files.line(index).unwrap()).collect();
+        assert_eq!(lines, [1, 3, 1, 3]);
+    }
 }

@@ -77,7 +77,7 @@ impl WebSample {
 /// and hidden files (`._0001.jpg`) belong to no sample.
 ///
 /// The archives are mapped and indexed as text files are, so samples are read in any order: shards need not be
-/// streamed, nor shuffled when they are written. See [`IndexOptions::unpack`] for compressed ones.
+/// streamed, nor shuffled when they are written. [`IndexOptions::unpack`] says how compressed ones are read.
 ///
 /// ```no_run
 /// // Needs shards on disk.
@@ -103,7 +103,7 @@ impl WebDataset {
     ) -> Result<Self> {
         let files = find_files(paths, &["tar"])?;
         Ok(Self {
-            records: RecordFiles::open(&files, &TarScan, options, 0)?,
+            records: RecordFiles::open(&files, |_| Ok(Box::new(TarScan)), options, 0)?,
         })
     }
 

@@ -64,12 +64,13 @@ impl TextLines {
         options: &TextOptions,
     ) -> Result<Self> {
         let files = find_files(paths, &["txt", "text", "md"])?;
-        let scan: &dyn Scan = match options.sample_by {
-            SampleBy::Line => &LineScan {
-                skip_blank: options.skip_blank,
-            },
-            SampleBy::Paragraph => &ParagraphScan,
-            SampleBy::Document => &DocumentScan,
+        let skip_blank = options.skip_blank;
+        let scan = |_: &Path| -> Result<Box<dyn Scan>> {
+            Ok(match options.sample_by {
+                SampleBy::Line => Box::new(LineScan { skip_blank }),
+                SampleBy::Paragraph => Box::new(ParagraphScan),
+                SampleBy::Document => Box::new(DocumentScan),
+            })
         };
         Ok(Self {
             records: RecordFiles::open(&files, scan, &options.index, 0)?,

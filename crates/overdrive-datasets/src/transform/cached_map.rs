@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 use overdrive_core::{Error as CommonError, files};
 
 use super::batched_map::Batches;
-use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
+use crate::cache::{Cached, cache_dir, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::{
     Dataset, Error, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordNumber, Result,
@@ -148,7 +148,7 @@ impl MapCache<'_> {
     fn path(&self, options: &CacheOptions) -> Result<PathBuf> {
         let folder = match &options.folder {
             Some(folder) => folder.clone(),
-            None => cache_folder("maps")?,
+            None => cache_dir("maps")?,
         };
         Ok(folder.join(format!("{}.jsonl", self.fingerprint().short())))
     }

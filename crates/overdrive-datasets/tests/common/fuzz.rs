@@ -308,9 +308,12 @@ fn read_all<D: Dataset>(dataset: &D) -> Result<()> {
     outcome
 }
 
-fn index(number: u64) -> IndexOptions {
+fn index(path: &Path, number: u64) -> IndexOptions {
+    // What a reader unpacks; without that of the case before, since a small input may unpack to much.
+    let folder = path.with_extension("unpacked");
+    let _ = std::fs::remove_dir_all(&folder);
     IndexOptions {
-        location: IndexLocation::Memory,
+        location: IndexLocation::Folder(folder),
         threads: Some(1 + number as usize % 2),
         ..IndexOptions::default()
     }
@@ -320,13 +323,13 @@ fn read_text(path: &Path, number: u64) -> Result<()> {
     let options = TextOptions {
         sample_by: [SampleBy::Line, SampleBy::Paragraph, SampleBy::Document][number as usize % 3],
         skip_blank: number.is_multiple_of(2),
-        index: index(number),
+        index: index(path, number),
     };
     read_all(&TextLines::open([path], &options)?)
 }
 
 fn read_json(path: &Path, number: u64, layout: JsonLayout) -> Result<()> {
-    let index = index(number);
+    let index = index(path, number);
     read_all(&JsonRecords::<Value>::open(
         [path],
         &JsonOptions { layout, index },
@@ -361,13 +364,13 @@ fn read_csv(path: &Path, number: u64) -> Result<()> {
         } else {
             64 << 20
         },
-        index: index(number),
+        index: index(path, number),
     };
     read_all(&CsvRecords::open([path], &options)?)
 }
 
 fn read_tar(path: &Path, number: u64) -> Result<()> {
-    read_all(&WebDataset::open([path], &index(number))?)
+    read_all(&WebDataset::open([path], &index(path, number))?)
 }
 
 fn read_instruction(path: &Path, _number: u64) -> Result<()> {

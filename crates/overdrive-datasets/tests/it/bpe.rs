@@ -2,10 +2,12 @@
 
 use crate::common::{fixture, text, tokenizer, write_files};
 use overdrive_datasets::{
-    BpeOptions, Corpus, CorpusOptions, load_tokenizer, save_tokenizer, tokenizer_digest, train_bpe,
-    train_bpe_cached,
+    BpeOptions, Corpus, CorpusOptions, DatasetExt, Error, InMemory, load_tokenizer, sample_texts,
+    save_tokenizer, tokenizer_digest, train_bpe, train_bpe_cached,
 };
 use proptest::prelude::*;
+
+const SAMPLE: u64 = 16 << 20;
 
 fn corpus() -> (tempfile::TempDir, Corpus) {
     let dir = tempfile::tempdir().unwrap();
@@ -76,7 +78,7 @@ fn a_byte_order_mark_is_not_learned() {
             ],
         );
         let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
-        let bpe = train_bpe(&corpus, &options(300)).unwrap();
+        let bpe = train_bpe(corpus.sample(SAMPLE), &options(300)).unwrap();
         bpe.tokenizer.get_vocab(true)
     };
     assert_eq!(trained("\u{feff}"), trained(""));
@@ -85,7 +87,7 @@ fn a_byte_order_mark_is_not_learned() {
 #[test]
 fn the_vocabulary_has_the_size_asked_for_and_special_tokens_first() {
     let (_dir, corpus) = corpus();
-    let bpe = train_bpe(&corpus, &options(340)).unwrap();
+    let bpe = train_bpe(corpus.sample(SAMPLE), &options(340)).unwrap();
     assert_eq!(bpe.vocab_size, 340);
     assert_eq!(bpe.tokenizer.get_vocab_size(true), 340);
     assert_eq!(bpe.tokenizer.token_to_id("<|endoftext|>"), Some(0));
@@ -93,7 +95,7 @@ fn the_vocabulary_has_the_size_asked_for_and_special_tokens_first() {
         special_tokens: vec!["<s>".to_owned(), "</s>".to_owned()],
         ..options(300)
     };
-    let bpe = train_bpe(&corpus, &two).unwrap();
+    let bpe = train_bpe(corpus.sample(SAMPLE), &two).unwrap();
     assert_eq!(bpe.vocab_size, 300);
     assert_eq!(bpe.tokenizer.token_to_id("</s>"), Some(1));
 }
@@ -104,18 +106,28 @@ fn a_text_without_pairs_gives_a_smaller_vocabulary_and_a_warning() {
     write_files(dir.path(), &[("a.txt", "ab ab ab")]);
     let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
     // 256 bytes, one special token, and the merges "ab" and " ab".
-    assert_eq!(train_bpe(&corpus, &options(1000)).unwrap().vocab_size, 259);
+    assert_eq!(
+        train_bpe(corpus.sample(SAMPLE), &options(1000))
+            .unwrap()
+            .vocab_size,
+        259
+    );
 }
 
 #[test]
 fn a_vocabulary_below_the_bytes_is_refused() {
     let (_dir, corpus) = corpus();
-    let error = train_bpe(&corpus, &options(256)).unwrap_err();
+    let error = train_bpe(corpus.sample(SAMPLE), &options(256)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "`vocab_size` is 256; it must be at least 257: 256 bytes and 1 special token(s)"
     );
-    assert_eq!(train_bpe(&corpus, &options(257)).unwrap().vocab_size, 257);
+    assert_eq!(
+        train_bpe(corpus.sample(SAMPLE), &options(257))
+            .unwrap()
+            .vocab_size,
+        257
+    );
 }
 
 #[test]
@@ -127,7 +139,7 @@ fn training_is_deterministic_for_any_number_of_threads() {
             .build()
             .unwrap();
         pool.install(|| {
-            train_bpe(&corpus, &options(350))
+            train_bpe(corpus.sample(SAMPLE), &options(350))
                 .unwrap()
                 .tokenizer
                 .to_string(false)
@@ -142,14 +154,47 @@ fn training_is_deterministic_for_any_number_of_threads() {
 #[test]
 fn the_sample_is_a_stable_subset_of_the_corpus() {
     let (_dir, corpus) = corpus();
-    let sampled = BpeOptions {
-        sample_bytes: corpus.total_bytes() / 3,
-        ..options(350)
+    let sample = |bytes| corpus.sample(bytes).map(Result::unwrap).collect::<Vec<_>>();
+    let all = sample(SAMPLE);
+    assert_eq!(all, (0..60).map(text).collect::<Vec<_>>());
+    let third = sample(corpus.total_bytes() / 3);
+    assert_eq!(third, sample(corpus.total_bytes() / 3));
+    let mut rest = all.iter();
+    assert!(third.iter().all(|text| rest.any(|other| other == text)));
+    let bytes = third.iter().map(String::len).sum::<usize>() as u64;
+    let largest = all.iter().map(String::len).max().unwrap() as u64;
+    assert!((corpus.total_bytes() / 3..corpus.total_bytes() / 3 + largest).contains(&bytes));
+}
+
+#[test]
+fn the_sample_of_a_dataset_is_spread_over_its_records() {
+    let texts: Vec<String> = (0..1000).map(|i| format!("{i:09} ")).collect();
+    let data = InMemory(texts.clone());
+    let sample = |bytes| {
+        sample_texts(&data, bytes)
+            .map(Result::unwrap)
+            .collect::<Vec<_>>()
     };
-    let digest =
-        |options: &BpeOptions| tokenizer_digest(&train_bpe(&corpus, options).unwrap().tokenizer);
-    assert_eq!(digest(&sampled).unwrap(), digest(&sampled).unwrap());
-    assert_ne!(digest(&sampled).unwrap(), digest(&options(350)).unwrap());
+    assert_eq!(sample(10_000), texts);
+    let tenth = sample(1000);
+    assert_eq!(tenth.len(), 100);
+    // 64 runs of one or two records.
+    let gaps = |pair: &[String]| {
+        pair[1].trim().parse::<usize>().unwrap() - pair[0].trim().parse::<usize>().unwrap()
+    };
+    assert!(
+        tenth.windows(2).all(|pair| (1..=16).contains(&gaps(pair))),
+        "{tenth:?}"
+    );
+    assert_eq!(sample(0), Vec::<String>::new());
+    assert_eq!(sample_texts(&InMemory(Vec::new()), 10).count(), 0);
+    // A record that cannot be read ends the training.
+    let failing = data.map(|text| match text.starts_with("000000500") {
+        true => Err(Error::other("broken")),
+        false => Ok(text),
+    });
+    let error = train_bpe(sample_texts(&failing, 10_000), &options(300)).unwrap_err();
+    assert!(error.to_string().contains("broken"), "{error}");
 }
 
 #[test]
@@ -158,7 +203,7 @@ fn json_lines_are_trained_on_their_text_alone() {
     let lines = "{\"zebra\": 1, \"text\": \"hello hello\"}\n".repeat(100);
     write_files(dir.path(), &[("a.jsonl", lines)]);
     let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
-    let bpe = train_bpe(&corpus, &options(270)).unwrap();
+    let bpe = train_bpe(corpus.sample(SAMPLE), &options(270)).unwrap();
     assert!(bpe.tokenizer.token_to_id("hello").is_some());
     assert!(bpe.tokenizer.token_to_id("zebra").is_none());
     assert!(bpe.tokenizer.token_to_id("ze").is_none());
@@ -168,7 +213,15 @@ fn json_lines_are_trained_on_their_text_alone() {
 fn a_trained_tokenizer_is_found_again_and_trained_anew_when_something_changed() {
     let (_dir, corpus) = corpus();
     let cache = tempfile::tempdir().unwrap();
-    let train = |options: &BpeOptions| train_bpe_cached(&corpus, options, cache.path()).unwrap();
+    let train = |options: &BpeOptions| {
+        train_bpe_cached(
+            corpus.sample(SAMPLE),
+            corpus.digest(),
+            options,
+            cache.path(),
+        )
+        .unwrap()
+    };
     let first = train(&options(320));
     assert!(!first.was_cached);
     let second = train(&options(320));

@@ -87,6 +87,7 @@ fn chunks_give_the_tokens_of_the_whole() {
             store.tokens(0..store.len()).unwrap()
         };
         let whole = tokens(1 << 20);
+        assert!(tokens(usize::MAX) == whole);
         for max_chunk_bytes in (60..160).step_by(3) {
             assert!(
                 tokens(max_chunk_bytes) == whole,

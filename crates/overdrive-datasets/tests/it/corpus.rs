@@ -73,6 +73,32 @@ fn a_file_that_is_reached_by_two_paths_is_taken_once() {
     assert_eq!(names, ["a.txt", "folder/b.txt"]);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_folder_of_links_is_read_as_one_of_files() {
+    use std::os::unix::fs::symlink;
+    // A snapshot in Hugging Face's cache, with a link to a folder around it.
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &[("blobs/1", "a"), ("blobs/2", "b")]);
+    let snapshot = dir.path().join("snapshots/x");
+    std::fs::create_dir_all(snapshot.join("folder")).unwrap();
+    symlink("../../blobs/1", snapshot.join("a.txt")).unwrap();
+    symlink("../../../blobs/2", snapshot.join("folder/b.txt")).unwrap();
+    symlink("..", snapshot.join("folder/loop")).unwrap();
+    let corpus = corpus(&snapshot);
+    let names: Vec<_> = corpus.files().iter().map(|file| &file.name).collect();
+    assert_eq!(names, ["a.txt", "folder/b.txt"]);
+    let found = overdrive_datasets::find_files([&snapshot], &[]).unwrap();
+    assert_eq!(
+        found,
+        ["a.txt", "folder/b.txt"].map(|name| snapshot.join(name))
+    );
+    // A link to nothing is a file that is missing.
+    symlink("../../blobs/3", snapshot.join("c.txt")).unwrap();
+    let error = Corpus::from_paths([&snapshot], &CorpusOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("c.txt"), "{error}");
+}
+
 #[test]
 fn large_files_are_checked_for_utf8_across_blocks() {
     let dir = tempfile::tempdir().unwrap();

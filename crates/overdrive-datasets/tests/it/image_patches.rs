@@ -116,3 +116,50 @@ fn options_that_would_change_the_pixels_are_refused_by_key() {
     let usual = ImageProcessor::from_json(&json!({"rescale_factor": 0.00392156862745098}));
     assert_eq!(usual.unwrap(), ImageProcessor::default());
 }
+
+#[test]
+fn a_processor_with_impossible_fields_is_an_error_and_no_panic() {
+    let usual = ImageProcessor::default;
+    for (name, processor) in [
+        (
+            "patch_size",
+            ImageProcessor {
+                patch_size: 0,
+                ..usual()
+            },
+        ),
+        (
+            "temporal_patch_size",
+            ImageProcessor {
+                temporal_patch_size: 0,
+                ..usual()
+            },
+        ),
+        (
+            "merge_size",
+            ImageProcessor {
+                merge_size: 0,
+                ..usual()
+            },
+        ),
+        (
+            "size.shortest_edge",
+            ImageProcessor {
+                max_pixels: 0,
+                ..usual()
+            },
+        ),
+        (
+            "image_std",
+            ImageProcessor {
+                image_std: [0.0; 3],
+                ..usual()
+            },
+        ),
+    ] {
+        let error = processor.process(vec![0; 3 * 56 * 56], 56, 56).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+        assert!(processor.resized(56, 56).is_err(), "{name}");
+    }
+    assert!(usual().process([], usize::MAX, usize::MAX).is_err());
+}

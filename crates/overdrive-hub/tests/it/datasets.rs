@@ -1,7 +1,6 @@
 //! Datasets: files of a split, downloaded once.
 
 use std::fs;
-use std::path::PathBuf;
 
 use overdrive_hub::{Error, data_paths, dataset_paths};
 
@@ -148,7 +147,7 @@ fn a_download_of_files_without_numbers_that_was_cut_short_is_no_complete_split()
 }
 
 #[test]
-fn the_data_of_a_run_keeps_paths_and_weights() {
+fn the_data_of_a_run_keeps_paths_and_patterns() {
     let hub = hub(&[
         ("train.jsonl", b"{\"text\": \"a\"}\n"),
         ("validation.jsonl", b"{}\n"),
@@ -157,12 +156,11 @@ fn the_data_of_a_run_keeps_paths_and_weights() {
     let options = hub.options(folder.path());
     let local = folder.path().join("a.txt");
     fs::write(&local, "text").unwrap();
-    let weighted = format!("{}:2", local.display());
     let data = [
         local.clone(),
-        PathBuf::from(&weighted),
-        format!("{NAME}:train:0.5").into(),
+        format!("{NAME}:train").into(),
         "b/*.txt".into(),
+        "https://host/a.jsonl".into(),
     ];
     let found = data_paths(&data, &options).unwrap();
     let file = folder
@@ -170,11 +168,6 @@ fn the_data_of_a_run_keeps_paths_and_weights() {
         .join("datasets--org--name/snapshots")
         .join(COMMIT)
         .join("train.jsonl");
-    let expected = [
-        local,
-        weighted.into(),
-        format!("{}:0.5", file.display()).into(),
-        "b/*.txt".into(),
-    ];
+    let expected = [local, file, "b/*.txt".into(), "https://host/a.jsonl".into()];
     assert_eq!(found, expected);
 }

@@ -198,3 +198,20 @@ fn a_cache_that_cannot_be_written_costs_only_time() {
     assert!(read(source.as_ref(), 0, bytes.len()) == bytes);
     assert!(read(source.as_ref(), 5 * BLOCK, 6 * BLOCK) == bytes[5 * BLOCK..6 * BLOCK]);
 }
+
+#[test]
+fn a_block_whose_file_cannot_be_read_is_requested_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes = content(20);
+    let server = Server::new(&[("a", &bytes)]);
+    let source = source(&server, &options(folder.path()));
+    assert_eq!(read(source.as_ref(), 0, 9), bytes[..9]);
+    let objects: Vec<_> = std::fs::read_dir(folder.path().join("blocks"))
+        .unwrap()
+        .map(|object| object.unwrap().path())
+        .collect();
+    // The cache has something with the name of block 10, and it can neither be read nor replaced.
+    std::fs::create_dir_all(objects[0].join("00000010/x")).unwrap();
+    let at = 10 * BLOCK;
+    assert_eq!(read(source.as_ref(), at, at + 9), bytes[at..at + 9]);
+}

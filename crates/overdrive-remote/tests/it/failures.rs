@@ -333,22 +333,22 @@ fn a_server_that_does_not_answer_is_named() {
 }
 
 #[test]
-fn data_keeps_its_order_its_paths_and_its_weights() {
+fn data_keeps_its_order_and_its_paths() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::new(&[("a.jsonl", b"{}"), ("b.jsonl", b"{}")]);
     let local = folder.path().join("c.jsonl");
     std::fs::write(&local, "{}").unwrap();
     let data = [
-        format!("{}:0.7", server.url("b.jsonl?x=1")),
-        format!("{}:0.1", local.display()),
+        server.url("b.jsonl?x=1"),
+        local.display().to_string(),
         server.url("a.jsonl"),
     ];
     let data = data.map(PathBuf::from);
     let options = options(folder.path());
     let found = data_paths(&data, &options).unwrap();
     let expected = [
-        format!("{}:0.7", server.url("b.jsonl")),
-        format!("{}:0.1", local.display()),
+        server.url("b.jsonl"),
+        local.display().to_string(),
         server.url("a.jsonl"),
     ];
     assert_eq!(found, expected.map(PathBuf::from));

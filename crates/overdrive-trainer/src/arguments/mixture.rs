@@ -81,6 +81,39 @@ impl TrainingArguments {
         Ok(())
     }
 
+    /// Replaces the paths of `data` by those that `find` returns for them, such as the files of a dataset that has a name on
+    /// the hub. The sources of a mixture are passed one by one, and keep their weights.
+    ///
+    /// # Errors
+    /// Those of `find`; [`overdrive_core::Error::InvalidOption`] if a source with a weight is not one path.
+    pub fn find_data<E: From<overdrive_core::Error>>(
+        &mut self,
+        find: impl Fn(&[PathBuf]) -> std::result::Result<Vec<PathBuf>, E>,
+    ) -> std::result::Result<(), E> {
+        if self.data.iter().all(|path| weighted(path).is_none()) {
+            self.data = find(&self.data)?;
+            return Ok(());
+        }
+        for source in &mut self.data {
+            // Without a weight among others that have one, it is an error of the mixture.
+            let Some((path, weight)) = weighted(source) else {
+                continue;
+            };
+            let found = find(&[path])?;
+            let [file] = found.as_slice() else {
+                let expected = format!(
+                    "a source of one file, and this one has {}; tokenize it and give the file of tokens with the weight",
+                    found.len()
+                );
+                return Err(
+                    overdrive_core::Error::option("data", source.display(), expected).into(),
+                );
+            };
+            *source = format!("{}:{weight}", file.display()).into();
+        }
+        Ok(())
+    }
+
     /// Returns the paths of `data` without their weights.
     pub(crate) fn data_paths(&self) -> impl Iterator<Item = PathBuf> + '_ {
         let path = |path: &PathBuf| weighted(path).map_or_else(|| path.clone(), |(path, _)| path);
@@ -143,6 +176,32 @@ mod tests {
             weighted(&folder.path().join("notes:3")),
             Some((folder.path().join("notes"), 3.0))
         );
+    }
+
+    #[test]
+    fn what_is_found_for_a_source_has_its_weight() {
+        let find = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
+            let files = |path: &PathBuf| match path.ends_with("many") {
+                true => vec!["x".into(), "y".into()],
+                false => vec![path.join("z")],
+            };
+            Ok(paths.iter().flat_map(files).collect())
+        };
+        let mut arguments = of(&["org/many", "https://h:80/a"], &[]);
+        arguments.find_data(find).unwrap();
+        assert_eq!(
+            arguments.data,
+            ["x", "y", "https://h:80/a/z"].map(PathBuf::from)
+        );
+        let mut arguments = of(&["a:0.7", "https://h:80/b:2"], &[]);
+        arguments.find_data(find).unwrap();
+        assert_eq!(
+            arguments.data,
+            ["a/z:0.7", "https://h:80/b/z:2"].map(PathBuf::from)
+        );
+        let error = of(&["a:1", "org/many:2"], &[]).find_data(find).unwrap_err();
+        let expected = "`data` is org/many:2; it must be a source of one file, and this one has 2";
+        assert!(error.to_string().contains(expected), "{error}");
     }
 
     #[test]

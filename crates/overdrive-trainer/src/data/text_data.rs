@@ -162,7 +162,7 @@ fn tokenizer(
                         `--tokenizer FILE`";
         return invalid("tokenizer", "not set", expected);
     }
-    let bpe = TextSource::train_joint_tokenizer(&texts, arguments, cache)?;
+    let bpe = TextSource::train_tokenizer(&texts, arguments, cache)?;
     say(&format!(
         "tokenizer   byte-level BPE, {} tokens{}",
         bpe.vocab_size,

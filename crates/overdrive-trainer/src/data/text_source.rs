@@ -1,17 +1,14 @@
 //! The text that `data` names, in any supported file format.
 
-use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
     BpeOptions, BuildOptions, BuildReport, BuiltTokens, Corpus, CorpusOptions, Dataset,
-    DeduplicateOptions, Deduplicated, MapCache, RecordFormat, Selection, TextFormat, TokenStore,
-    Tokenizer, TrainedBpe, build_dataset_tokens, build_dataset_tokens_to, build_tokens,
-    build_tokens_to, find_files, train_bpe_cached,
+    DeduplicateOptions, Deduplicated, MapCache, RecordFormat, Selection, Sha256Digest, TextFormat,
+    TokenStore, Tokenizer, TrainedBpe, build_dataset_tokens, build_dataset_tokens_to, build_tokens,
+    build_tokens_to, find_files, sample_texts, train_bpe_cached,
 };
 
-use overdrive_core::Error as CommonError;
-use overdrive_core::files;
 use overdrive_core::units::counted;
 
 use super::text_records::{RecordKind, TextRecords};
@@ -21,10 +18,8 @@ use crate::{Error, Result};
 
 /// The number of bytes of Cargo's registry that are read if `data` is not set.
 const DEFAULT_CORPUS_BYTES: u64 = 24 << 20;
-/// The number of bytes of text on which a tokenizer for records is trained.
-const SAMPLE_BYTES: usize = 15 << 20;
-/// The number of evenly spaced runs of records in that sample.
-const SAMPLE_RUNS: usize = 64;
+/// The number of bytes of text on which a tokenizer is trained: more hardly improve its vocabulary.
+const SAMPLE_BYTES: u64 = 16 << 20;
 
 /// The documents of a training run.
 #[derive(Debug)]
@@ -44,7 +39,12 @@ impl TextSource {
         if arguments.data.is_empty() {
             return Ok(Self::Files(Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?));
         }
-        let files = without_descriptions(files_of(&arguments.data)?, &arguments.data);
+        // One by one, so that each must have files.
+        let files = arguments.data.iter().map(|path| find_files([path], &[]));
+        let files = files
+            .collect::<overdrive_datasets::Result<Vec<_>>>()?
+            .concat();
+        let files = without_descriptions(files, &arguments.data);
         let Some(kind) = kind_of(&files, arguments)? else {
             return Self::of_files(files, arguments);
         };
@@ -135,67 +135,68 @@ impl TextSource {
         Ok(())
     }
 
-    /// Returns a byte-level BPE of `vocab_size` tokens, trained on the documents or read from the cache.
-    pub(crate) fn train_tokenizer(&self, vocab_size: usize, cache: &Path) -> Result<TrainedBpe> {
-        let options = BpeOptions {
-            vocab_size,
-            ..BpeOptions::default()
-        };
-        let texts: &dyn Dataset<Item = String> = match self {
-            Self::Files(corpus) => return Ok(train_bpe_cached(corpus, &options, cache)?),
-            Self::Records(records) => records,
-            Self::Unique(unique) => &unique.records,
-        };
-        if texts.is_empty() {
-            let expected = "files with at least one record that has text";
-            return invalid("data", "without records", expected);
-        }
-        // The trainer of the tokenizers crate reads files.
-        let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_sample"))?;
-        let sample = folder.path().join("sample.jsonl");
-        write_sample(texts, "text", &sample)?;
-        let corpus = Corpus::from_paths([&sample], &CorpusOptions::default())?;
-        Ok(train_bpe_cached(&corpus, &options, cache)?)
-    }
-
-    /// Returns a byte-level BPE trained on the documents of all sources, as [`train_tokenizer`](Self::train_tokenizer)
-    /// does for one.
-    pub(crate) fn train_joint_tokenizer(
+    /// Returns a byte-level BPE, trained on documents of all sources or read from the cache.
+    pub(crate) fn train_tokenizer(
         sources: &[&Self],
         arguments: &TrainingArguments,
         cache: &Path,
     ) -> Result<TrainedBpe> {
-        let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
-        if let [source] = sources {
-            return source.train_tokenizer(vocab_size, cache);
-        }
         let options = BpeOptions {
-            vocab_size,
+            vocab_size: usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX),
             ..BpeOptions::default()
         };
-        let field = &arguments.dataset_text_field;
-        let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_samples"))?;
-        let mut paths = Vec::new();
-        for (number, source) in sources.iter().enumerate() {
-            let texts: &dyn Dataset<Item = String> = match source {
-                Self::Files(corpus) => {
-                    paths.extend(corpus.files().iter().map(|file| file.path.clone()));
-                    continue;
-                }
-                Self::Records(records) => records,
-                Self::Unique(unique) => &unique.records,
-            };
-            let sample = folder.path().join(format!("sample{number}.jsonl"));
-            write_sample(texts, field, &sample)?;
-            paths.push(sample);
+        if sources
+            .iter()
+            .all(|source| source.records().is_some_and(Dataset::is_empty))
+        {
+            let expected = "files with at least one record that has text";
+            return invalid("data", "without records", expected);
         }
-        let text_field = field.clone();
-        let corpus = CorpusOptions {
-            text_field,
-            ..CorpusOptions::default()
+        let bytes = SAMPLE_BYTES / sources.len() as u64;
+        let mut key = format!("samples of {bytes} bytes");
+        for source in sources {
+            key += &format!(", {}", source.fingerprint(arguments)?);
+        }
+        let key = Sha256Digest::of(key.as_bytes());
+        let texts = sources.iter().flat_map(|source| source.sample(bytes));
+        Ok(train_bpe_cached(texts, key, &options, cache)?)
+    }
+
+    /// Returns the records; `None` for files that are one document each.
+    fn records(&self) -> Option<&dyn Dataset<Item = String>> {
+        match self {
+            Self::Files(_) => None,
+            Self::Records(records) => Some(records),
+            Self::Unique(unique) => Some(&unique.records),
+        }
+    }
+
+    fn sample(
+        &self,
+        bytes: u64,
+    ) -> Box<dyn Iterator<Item = overdrive_datasets::Result<String>> + Send + '_> {
+        match self {
+            Self::Files(corpus) => Box::new(corpus.sample(bytes)),
+            Self::Records(records) => Box::new(sample_texts(records, bytes)),
+            Self::Unique(unique) => Box::new(sample_texts(&unique.records, bytes)),
+        }
+    }
+
+    /// Returns a digest of all documents, in their order.
+    fn fingerprint(&self, arguments: &TrainingArguments) -> Result<Sha256Digest> {
+        let (records, name) = match self {
+            Self::Files(corpus) => return Ok(corpus.digest()),
+            Self::Records(records) => (records, "texts"),
+            Self::Unique(unique) => (unique.records.dataset(), "different texts"),
         };
-        let corpus = Corpus::from_paths(paths, &corpus)?;
-        Ok(train_bpe_cached(&corpus, &options, cache)?)
+        // The column is part of the key: different columns of the same files give different tokens.
+        let name = format!("{name} of {}", arguments.dataset_text_field);
+        let cache = MapCache {
+            input: records.fingerprint()?,
+            name: &name,
+            version: 1,
+        };
+        Ok(cache.fingerprint())
     }
 
     /// Returns the tokens of all documents, built now or read from the cache.
@@ -206,24 +207,13 @@ impl TextSource {
         cache: &Path,
     ) -> Result<BuiltTokens> {
         let options = BuildOptions::default();
-        let key = |records: &TextRecords, name| -> Result<_> {
-            // The column is part of the key: different columns of the same files give different tokens.
-            let name = format!("{name} of {}", arguments.dataset_text_field);
-            let cache = MapCache {
-                input: records.fingerprint()?,
-                name: &name,
-                version: 1,
-            };
-            Ok(cache.fingerprint())
-        };
+        let key = self.fingerprint(arguments)?;
         Ok(match self {
             Self::Files(corpus) => build_tokens(corpus, tokenizer, &options, cache)?,
             Self::Records(records) => {
-                let key = key(records, "texts")?;
                 build_dataset_tokens(records, key, tokenizer, &options, cache)?
             }
             Self::Unique(unique) => {
-                let key = key(unique.records.dataset(), "different texts")?;
                 build_dataset_tokens(&unique.records, key, tokenizer, &options, cache)?
             }
         })
@@ -273,38 +263,6 @@ impl TextSource {
 fn unusable(column: &str, reason: &str) -> Error {
     let expected = format!("left out {reason}; drop it, the tokens are counted instead");
     overdrive_core::Error::option("length_column_name", column, expected).into()
-}
-
-/// Returns the named files and those in the named folders, without hidden files and links.
-fn files_of(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for path in data {
-        match path.is_dir() {
-            true => add_folder(path, &mut files)?,
-            false => files.extend(find_files([path], &[])?),
-        }
-    }
-    Ok(files)
-}
-
-fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
-    let mut entries = entries.map_err(CommonError::io("read the folder", folder))?;
-    // The order of `read_dir` differs between machines; that of the documents must not.
-    entries.sort_by_key(std::fs::DirEntry::file_name);
-    for entry in entries {
-        let path = entry.path();
-        let kind = entry.file_type().map_err(CommonError::io("read", &path))?;
-        if entry.file_name().as_encoded_bytes().starts_with(b".") {
-            continue;
-        }
-        if kind.is_dir() {
-            add_folder(&path, files)?;
-        } else if kind.is_file() {
-            files.push(path);
-        }
-    }
-    Ok(())
 }
 
 /// The names of files that accompany the records of a dataset: in a repository on the hub, and in a folder that
@@ -363,27 +321,6 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
             }
         }
     }
-}
-
-/// Writes a sample of the texts as JSON Lines, each in the field `field`: runs of records at evenly spaced positions.
-fn write_sample(texts: &dyn Dataset<Item = String>, field: &str, path: &Path) -> Result<()> {
-    let file = std::fs::File::create(path).map_err(CommonError::io("write", path))?;
-    let mut file = BufWriter::new(file);
-    let len = texts.len();
-    for run in 0..SAMPLE_RUNS {
-        let mut left = SAMPLE_BYTES / SAMPLE_RUNS;
-        for index in len * run / SAMPLE_RUNS..len * (run + 1) / SAMPLE_RUNS {
-            if left == 0 {
-                break;
-            }
-            let text = texts.get(index)?;
-            left = left.saturating_sub(text.len());
-            let record = serde_json::json!({ field: text });
-            writeln!(file, "{record}").map_err(CommonError::io("write", path))?;
-        }
-    }
-    texts.check_unchanged()?;
-    Ok(file.flush().map_err(CommonError::io("write", path))?)
 }
 
 /// Tokenizes the text that `arguments` name into a token store at `path`, and passes log lines about the text to `say`.

@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use overdrive_core::{Error as Common, check_option, text};
+use overdrive_core::{Error as Common, check_option, check_positive, text};
 use serde_json::{Map, Value};
 
 use super::bicubic::{Rgb, resize};
@@ -108,6 +108,9 @@ impl ImageProcessor {
     }
 
     fn validate(&self) -> Result<()> {
+        check_positive("patch_size", self.patch_size)?;
+        check_positive("temporal_patch_size", self.temporal_patch_size)?;
+        check_positive("merge_size", self.merge_size)?;
         check_option(
             self.min_pixels <= self.max_pixels,
             "size.shortest_edge",
@@ -128,8 +131,9 @@ impl ImageProcessor {
     /// Returns the height and width to which an image of `height` times `width` pixels is resized.
     ///
     /// # Errors
-    /// [`Error::Common`] if a side is 0, or one is more than 200 times the other.
+    /// [`Error::Common`] if a field is outside its range, a side is 0, or one is more than 200 times the other.
     pub fn resized(&self, height: usize, width: usize) -> Result<[usize; 2]> {
+        self.validate()?;
         let sides = [height, width].map(|side| side as f64);
         let ratio = sides[0].max(sides[1]) / sides[0].min(sides[1]);
         check_option(
@@ -138,7 +142,7 @@ impl ImageProcessor {
             format!("{height} x {width}"),
             "two positive sides, of which none is more than 200 times the other",
         )?;
-        let factor = (self.patch_size * self.merge_size) as f64;
+        let factor = self.patch_size as f64 * self.merge_size as f64;
         let (least, most) = (self.min_pixels as f64, self.max_pixels as f64);
         // Python rounds halves to even numbers.
         let mut new = sides.map(|side| (side / factor).round_ties_even() * factor);
@@ -166,7 +170,10 @@ impl ImageProcessor {
         let [new_height, new_width] = self.resized(height, width)?;
         let values = values.into();
         check_option(
-            values.len() == 3 * height * width,
+            height
+                .checked_mul(width)
+                .and_then(|pixels| pixels.checked_mul(3))
+                == Some(values.len()),
             "the values of an image",
             values.len(),
             format!("3 x {height} x {width}"),
