@@ -93,6 +93,7 @@ impl Adam8 {
         let count = parameter.numel() as i64;
         let blocks = (count as u64).div_ceil(BLOCK as u64) as i64;
         for (name, tensor, len) in [
+            ("parameter", parameter, count),
             ("gradient", gradient, count),
             ("codes of the average", average.codes, count),
             ("codes of the squares", squares.codes, count),

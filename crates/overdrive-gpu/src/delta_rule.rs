@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::kernels::Argument::{F32, I32, I64, Tensor as Elements};
-use crate::kernels::{Kernels, Request, dtype, is_aligned, multiples_of_16};
+use crate::kernels::{Kernels, Request, check_shapes, dtype, is_aligned, multiples_of_16};
 
 /// The sequences of a call, and where their states are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -262,15 +262,6 @@ impl Kernels {
         self.launch(&kernel, [call.plan.sequences, blocks], &arguments)?;
         Ok(Some(y))
     }
-}
-
-fn check_shapes(tensors: &[(&'static str, &Tensor, &[i64])]) -> Result<()> {
-    for (name, tensor, expected) in tensors {
-        if tensor.size() != *expected {
-            return Err(Common::shape(*name, tensor.size(), format!("{expected:?}")).into());
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,8 +1,9 @@
+use overdrive_core::Error as Common;
 use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::kernels::Argument::{Element, I32, Tensor as Elements};
-use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16};
+use crate::kernels::{Kernels, Loaded, Request, check_shapes, dense, dtype, multiples_of_16};
 
 /// The activation of a gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,10 +75,7 @@ impl Gate {
     /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
     pub fn joint(&self, gate_up: &Tensor) -> Result<Tensor> {
         let gate_up = dense(gate_up)?;
-        let mut size = gate_up.size();
-        if let Some(last) = size.last_mut() {
-            *last = self.width;
-        }
+        let size = self.halved(&gate_up)?;
         let up = (&gate_up, self.width as usize);
         self.forward(&size, &gate_up, up, 2 * self.width)
     }
@@ -88,7 +86,33 @@ impl Gate {
     /// As [`Gate::joint`].
     pub fn pair(&self, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         let (gate, up) = (dense(gate)?, dense(up)?);
+        self.check_pair(&gate, &[("up", &up)])?;
         self.forward(&gate.size(), &gate, (&up, 0), self.width)
+    }
+
+    /// Returns the size of the results for `gate_up (…, 2·width)`.
+    fn halved(&self, gate_up: &Tensor) -> Result<Vec<i64>> {
+        let mut size = gate_up.size();
+        match size.last_mut() {
+            Some(last) if *last == 2 * self.width => *last = self.width,
+            _ => {
+                let expected = format!("[…, {}]", 2 * self.width);
+                return Err(Common::shape("gate_up", size, expected).into());
+            }
+        }
+        Ok(size)
+    }
+
+    /// Checks tensors of the shape of `gate (…, width)`.
+    fn check_pair(&self, gate: &Tensor, others: &[(&'static str, &Tensor)]) -> Result<()> {
+        let size = gate.size();
+        if size.last() != Some(&self.width) {
+            let expected = format!("[…, {}]", self.width);
+            return Err(Common::shape("gate", size, expected).into());
+        }
+        others
+            .iter()
+            .try_for_each(|(name, tensor)| check_shapes(&[(name, tensor, &size)]))
     }
 
     fn forward(
@@ -116,6 +140,7 @@ impl Gate {
     /// As [`Gate::joint`].
     pub fn joint_backward(&self, gate_up: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let (gate_up, dy) = (dense(gate_up)?, dense(dy)?);
+        check_shapes(&[("dy", &dy, &self.halved(&gate_up)?)])?;
         let d_gate_up = Tensor::f_empty(gate_up.size(), (gate_up.kind(), gate_up.device()))?;
         let up = self.width as usize;
         let inputs = [(&gate_up, 0), (&gate_up, up)];
@@ -135,6 +160,7 @@ impl Gate {
         dy: &Tensor,
     ) -> Result<(Tensor, Tensor)> {
         let (gate, up, dy) = (dense(gate)?, dense(up)?, dense(dy)?);
+        self.check_pair(&gate, &[("up", &up), ("dy", &dy)])?;
         let new = || Tensor::f_empty(gate.size(), (gate.kind(), gate.device()));
         let (d_gate, d_up) = (new()?, new()?);
         let inputs = [(&gate, 0), (&up, 0)];

@@ -311,12 +311,22 @@ impl Kernels {
         let address = data_address(tensor).map_or(0, |address| address.get());
         let address = address + offset * tensor.kind().elt_size_in_bytes();
         if !address.is_multiple_of(ALIGNMENT) {
-            return Err(embedded(format!(
-                "{name} of {kernel} is not aligned to {ALIGNMENT} bytes"
-            )));
+            let found = format!("at address {address:#x}");
+            let expected = format!("aligned to {ALIGNMENT} bytes; use a copy");
+            return Err(Common::option(format!("{name} of {kernel}"), found, expected).into());
         }
         Ok(Value::Pointer(address))
     }
+}
+
+/// Checks the sizes of tensors whose memory a kernel addresses by numbers that it is given.
+pub(crate) fn check_shapes(tensors: &[(&'static str, &Tensor, &[i64])]) -> Result<()> {
+    for (name, tensor, expected) in tensors {
+        if tensor.size() != *expected {
+            return Err(Common::shape(*name, tensor.size(), format!("{expected:?}")).into());
+        }
+    }
+    Ok(())
 }
 
 fn too_large(kernel: &str, name: &str, value: i64) -> Error {

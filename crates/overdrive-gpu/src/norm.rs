@@ -1,13 +1,15 @@
+use overdrive_core::Error as Common;
 use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::kernels::Argument::{F32, I32, Tensor as Elements};
-use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16};
+use crate::kernels::{Kernels, Loaded, Request, check_shapes, dense, dtype, multiples_of_16};
 
 /// RMSNorm for rows of one width and dtype, forward and backward.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm {
     kernels: &'static Kernels,
+    width: i64,
     /// The dtype of the residual and of the normalised rows if `x`, the weight and the sum are f32.
     low: Option<Kind>,
     forward: Loaded,
@@ -86,6 +88,7 @@ impl Kernels {
         Ok(match (forward, backward, backward_add) {
             (Some(forward), Some(backward), Some(backward_add)) => Some(RmsNorm {
                 kernels: self,
+                width,
                 low: mixed.then_some(kind),
                 forward,
                 backward,
@@ -112,7 +115,10 @@ impl RmsNorm {
         let (x, weight) = (dense(x)?, dense(weight)?);
         let residual = residual.map(dense).transpose()?;
         let size = x.size();
-        let (rows, width) = rows_of(&x, &weight);
+        let (rows, width) = (self.rows_of(&x, &weight)?, self.width);
+        if let Some(residual) = &residual {
+            check_shapes(&[("residual", residual, &size)])?;
+        }
         let y = Tensor::f_empty(&size, (self.low.unwrap_or(x.kind()), x.device()))?;
         let inverse = Tensor::f_empty(&size[..size.len() - 1], (Kind::Float, x.device()))?;
         let total = match &residual {
@@ -160,7 +166,15 @@ impl RmsNorm {
         let (x, weight, dy) = (dense(x)?, dense(weight)?, dense(dy)?);
         let inverse = dense(inverse)?;
         let extra = extra.map(dense).transpose()?;
-        let (rows, width) = rows_of(&x, &weight);
+        let (rows, width) = (self.rows_of(&x, &weight)?, self.width);
+        let size = x.size();
+        check_shapes(&[
+            ("dy", &dy, &size),
+            ("inverse", &inverse, &size[..size.len() - 1]),
+        ])?;
+        if let Some(extra) = &extra {
+            check_shapes(&[("extra", extra, &size)])?;
+        }
         let loaded = match extra {
             Some(_) => &self.backward_add,
             None => &self.backward,
@@ -193,9 +207,14 @@ impl RmsNorm {
         let dw = partial.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?;
         Ok(NormGradients { dx, narrow, dw })
     }
-}
 
-fn rows_of(x: &Tensor, weight: &Tensor) -> (i64, i64) {
-    let width = weight.numel().max(1) as i64;
-    (x.numel() as i64 / width, width)
+    /// Returns the number of rows `(…, width)`, checked against the weight `(width,)`.
+    fn rows_of(&self, x: &Tensor, weight: &Tensor) -> Result<i64> {
+        let (size, width) = (x.size(), self.width);
+        if width < 1 || size.last() != Some(&width) {
+            return Err(Common::shape("x", size, format!("[…, {width}]")).into());
+        }
+        check_shapes(&[("weight", weight, &[width])])?;
+        Ok(x.numel() as i64 / width)
+    }
 }

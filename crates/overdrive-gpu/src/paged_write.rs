@@ -47,6 +47,8 @@ impl Kernels {
         let indices = [call.blocks, call.places];
         let fits = tokens > 0
             && call.values.size() == call.keys.size()
+            && call.value_pool.size() == call.key_pool.size()
+            && indices.iter().all(|tensor| tensor.size() == [tokens])
             && multiples_of_16(&[dim])
             && tensors.iter().all(is_wide)
             && (pools.iter()).all(|pool| pool.size()[1] == heads && pool.size()[3] == dim)

@@ -115,6 +115,9 @@ impl Kernels {
         if let FourBitScales::Nested { book, scales, .. } = weight.scales {
             tensors.extend([book, scales]);
         }
+        if let FourBitNumbers::Offset(offsets) = weight.numbers {
+            tensors.push(offsets);
+        }
         let fits = weight.group > 0
             && weight.inputs % weight.group == 0
             && tensors

@@ -1,8 +1,11 @@
+use overdrive_core::Error as Common;
 use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::kernels::Argument::{F32, I32, I64, Tensor as Elements};
-use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16, strided};
+use crate::kernels::{
+    Kernels, Loaded, Request, check_shapes, dense, dtype, multiples_of_16, strided,
+};
 
 /// Rotary position embedding of heads of one dtype, forward and backward.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +28,23 @@ pub struct RotaryTables<'a> {
 }
 
 impl RotaryTables<'_> {
+    /// Checks the tables for `batch` sequences of `length` tokens.
+    fn check(&self, batch: i64, length: i64, pairs: i64) -> Result<()> {
+        let size = self.cos.size();
+        let fits = match *size.as_slice() {
+            [tokens, own] => (tokens, own) == (length, pairs),
+            [sequences, tokens, own] => {
+                (tokens, own) == (length, pairs) && (sequences == 1 || sequences == batch)
+            }
+            _ => false,
+        };
+        if !fits {
+            let expected = format!("[{length}, {pairs}], or [1 or {batch}, {length}, {pairs}]");
+            return Err(Common::shape("cos", size, expected).into());
+        }
+        check_shapes(&[("sin", self.sin, &size)])
+    }
+
     /// Returns the distance in elements between the tables of two sequences.
     fn stride(&self, length: i64, pairs: i64) -> i64 {
         let size = self.cos.size();
@@ -88,10 +108,16 @@ impl Rotary {
         tables: RotaryTables<'_>,
     ) -> Result<[Tensor; 3]> {
         let qkv = dense(qkv)?;
-        let size = qkv.size();
-        let (batch, length) = (size[0], size[1]);
         let all = heads + 2 * kv_heads;
-        let dim = size[2] / all;
+        let (batch, length, dim) = match qkv.size().as_slice() {
+            &[batch, length, width] if all > 0 && width % all == 0 => (batch, length, width / all),
+            size => {
+                let expected = format!("(B, T, {all} · D)");
+                return Err(Common::shape("qkv", size, expected).into());
+            }
+        };
+        self.check_dim(dim)?;
+        tables.check(batch, length, self.pairs)?;
         let new = |count| Tensor::f_empty([batch, length, count, dim], (qkv.kind(), qkv.device()));
         let [q, k, v] = [new(heads)?, new(kv_heads)?, new(kv_heads)?];
         let (cos, sin) = (dense(tables.cos)?, dense(tables.sin)?);
@@ -119,7 +145,7 @@ impl Rotary {
     /// # Errors
     /// As [`Rotary::split`].
     pub fn rotate(&self, x: &Tensor, tables: RotaryTables<'_>, reverse: bool) -> Result<Tensor> {
-        self.join([x, x, x], [x.size()[2], 0, 0], tables, reverse)
+        self.join([x, x, x], [heads_of(x), 0, 0], tables, reverse)
     }
 
     /// Returns the gradient of [`Rotary::split`], `(B, T, (H + 2·Hkv)·D)`, from the gradients of its results.
@@ -131,9 +157,17 @@ impl Rotary {
         gradients: [&Tensor; 3],
         tables: RotaryTables<'_>,
     ) -> Result<Tensor> {
-        let counts = gradients.map(|gradient| gradient.size()[2]);
+        let counts = gradients.map(heads_of);
         let joint = self.join(gradients, counts, tables, true)?;
         Ok(joint.f_flatten(2, 3)?)
+    }
+
+    fn check_dim(&self, dim: i64) -> Result<()> {
+        if 2 * self.pairs <= dim {
+            return Ok(());
+        }
+        let expected = format!("at least 2 · {} pairs", self.pairs);
+        Err(Common::option("the channels of a head", dim, expected).into())
     }
 
     fn join(
@@ -145,8 +179,14 @@ impl Rotary {
     ) -> Result<Tensor> {
         let parts = [strided(parts[0])?, strided(parts[1])?, strided(parts[2])?];
         let [q, k, v] = &parts;
-        let size = q.size();
-        let (batch, length, dim) = (size[0], size[1], size[3]);
+        let &[batch, length, _, dim] = q.size().as_slice() else {
+            return Err(Common::shape("q", q.size(), "(B, T, H, D)".to_owned()).into());
+        };
+        for (name, part) in [("k", k), ("v", v)] {
+            check_shapes(&[(name, part, &[batch, length, heads_of(part), dim])])?;
+        }
+        self.check_dim(dim)?;
+        tables.check(batch, length, self.pairs)?;
         let heads = counts.iter().sum();
         let y = Tensor::f_empty([batch, length, heads, dim], (q.kind(), q.device()))?;
         let (cos, sin) = (dense(tables.cos)?, dense(tables.sin)?);
@@ -190,4 +230,9 @@ impl Rotary {
 fn blocks(loaded: &Loaded, tokens: i64, heads: i64) -> Result<[usize; 2]> {
     let each = loaded.variant.size("HEADS")?;
     Ok([tokens as usize, (heads as usize).div_ceil(each)])
+}
+
+/// Returns the number of heads of `(B, T, H, D)`; 0 for another shape, which is refused.
+fn heads_of(x: &Tensor) -> i64 {
+    x.size().get(2).copied().unwrap_or(0)
 }

@@ -72,6 +72,12 @@ fn mixed_norms(stand_in: &StandIn, low: Kind, rows: i64, width: i64) {
     );
     let out = norm.forward(&x, Some(&residual), &weight, 1e-5).unwrap();
     assert_eq!((out.y.kind(), out.x.kind()), (low, Kind::Float));
+    let short = residual.narrow(0, 0, 1);
+    assert!(norm.forward(&x, Some(&short), &weight, 1e-5).is_err());
+    assert!(
+        norm.backward(&out.x, &weight, &out.inverse, &short, None)
+            .is_err()
+    );
     for extra in [None, Some(&x)] {
         let found = norm
             .backward(&out.x, &weight, &out.inverse, &residual, extra)
@@ -99,6 +105,10 @@ fn gates(stand_in: &StandIn, kind: Kind) {
             );
             assert_eq!(gate.pair(&y, &y).unwrap().size(), [rows, width]);
             let _ = gate.pair_backward(&y, &y, &y).unwrap();
+            let short = y.narrow(0, 0, 1);
+            assert!(gate.pair(&y, &short).is_err());
+            assert!(gate.pair_backward(&y, &y, &short).is_err());
+            assert!(gate.joint(&y).is_err());
         }
     }
 }
@@ -132,6 +142,12 @@ fn rotations(stand_in: &StandIn, kind: Kind) {
                 };
                 let qkv = empty(&[batch, length, (heads + 2 * kv_heads) * dim], kind);
                 let [q, k, v] = rotary.split(&qkv, [heads, kv_heads], tables).unwrap();
+                assert!(rotary.split(&qkv, [0, 0], tables).is_err());
+                assert!(
+                    rotary
+                        .split(&qkv.narrow(1, 0, 2), [heads, kv_heads], tables)
+                        .is_err()
+                );
                 assert_eq!(q.size(), [batch, length, heads, dim]);
                 assert_eq!(
                     (k.size(), v.size()),
