@@ -108,18 +108,21 @@ pub fn attention_at_lengths(
         return Ok(None);
     }
     let (q, k) = (query.size(), keys.size());
-    let batch = q[0];
-    let fits = q.len() == 4
-        && k.len() == 4
-        && q[2] > 0
-        && (k[0], k[3]) == (batch, dim)
-        && k[1] > 0
-        && q[1] % k[1] == 0
-        && lengths.counts.size() == [batch];
-    if !fits {
+    let sizes = match (q.as_slice(), k.as_slice()) {
+        (&[batch, heads, queries, _], &[k_batch, k_heads, longest, k_dim]) => {
+            let fits = queries > 0
+                && (k_batch, k_dim) == (batch, dim)
+                && k_heads > 0
+                && heads % k_heads == 0
+                && lengths.counts.size() == [batch];
+            fits.then_some((batch, heads, queries, longest))
+        }
+        _ => None,
+    };
+    let Some((batch, heads, queries, longest)) = sizes else {
         let expected = "(B, heads, queries, dim) with the rows and channels of the keys".to_owned();
         return Err(shape_error("query", query, expected));
-    }
+    };
     if values.size() != k || (values.f_kind()?, keys.f_kind()?) != (kind, kind) {
         let expected = format!("{k:?} in {kind:?}, as the keys and the query are");
         return Err(Error::Common(Common::option(
@@ -138,7 +141,6 @@ pub fn attention_at_lengths(
         let all = (size[0] - 1) * lengths.step + size[2];
         tensor.f_as_strided([all, size[1], size[3]], [stride[2], stride[1], 1], None)
     };
-    let queries = q[2];
     let (one, query_starts) = match queries {
         1 => (
             query.f_detach()?.f_select(2, 0)?,
@@ -163,7 +165,7 @@ pub fn attention_at_lengths(
         Value::Tensor(&query_starts),
         Value::Tensor(&lengths.key_starts),
         Value::Int(queries),
-        Value::Int(k[2]),
+        Value::Int(longest),
         Value::Float(0.0),
         Value::Bool(right == 0),
         // return_debug_mask
@@ -177,8 +179,8 @@ pub fn attention_at_lengths(
     // SAFETY: shapes, dtypes and strides are checked above, and every row begins inside of the keys; the counts are
     // the caller's promise, as for `index_copy_` on a device.
     let (output, lse) = unsafe { run("aten::_flash_attention_forward", &arguments)? };
-    let output = output.f_view([batch, queries, q[1], dim])?;
-    let lse = lse.f_view([q[1], batch, queries])?;
+    let output = output.f_view([batch, queries, heads, dim])?;
+    let lse = lse.f_view([heads, batch, queries])?;
     Ok(Some((output.f_transpose(1, 2)?, lse.f_transpose(0, 1)?)))
 }
 

@@ -4,15 +4,13 @@
 //! tensors and autograd node take longer than the attention of one token over a short sequence. The kernel is the same;
 //! nothing is recorded for autograd.
 
-use std::cell::Cell;
-
 use overdrive_core::Error as Common;
-use overdrive_kernels::InstructionSet;
 use overdrive_kernels::tensors::Strided;
+use overdrive_kernels::{Buffers, InstructionSet, Kept, capacity_bytes};
 use tch::{Device, Kind};
 
 use crate::Result;
-use crate::call::unresolved_limits;
+use crate::call::{check_options, scale, unresolved_limits};
 use crate::kernel::{
     self, AttentionInputs, ForwardOutputs, Rules, Sequence, Stored, View, ViewMut,
 };
@@ -48,8 +46,17 @@ pub struct RowsShape {
     pub head_dim: usize,
 }
 
+#[derive(Default)]
+struct Workspace(Vec<f32>);
+
+impl Buffers for Workspace {
+    fn bytes(&self) -> usize {
+        capacity_bytes(&self.0)
+    }
+}
+
 thread_local! {
-    static WORKSPACE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    static WORKSPACE: Kept<Workspace> = const { Kept::new() };
 }
 
 /// Computes [`attention`](crate::attention()) on f32 slices and writes rows `(B · T, H · D)` to `output`. Returns
@@ -57,7 +64,8 @@ thread_local! {
 /// kernel.
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) for slices or sinks that do not fit the shape.
+/// [`Error::Common`](crate::Error::Common) for slices or sinks that do not fit the shape, sinks on another device, or
+/// an option outside its range.
 ///
 /// ```
 /// use overdrive_attention::AttentionOptions;
@@ -88,16 +96,16 @@ pub fn attend(
         return Ok(false);
     }
     check(query, keys, values, shape, output.len())?;
+    let [batch, heads, head_dim] =
+        [shape.batch, shape.heads, shape.head_dim].map(|size| size.try_into().unwrap_or(i64::MAX));
+    check_options(options, Device::Cpu, heads, batch)?;
+    let scale = scale(options, head_dim)?;
     if output.is_empty() {
         return Ok(true);
     }
-    let sinks = options.sinks.map(|sinks| {
-        if sinks.size() != [i64::try_from(shape.heads).unwrap_or(i64::MAX)] {
-            let expected = format!("[{}]: one element for each query head", shape.heads);
-            return Err(Common::shape("sinks", sinks.size(), expected).into());
-        }
-        let sinks = sinks.f_detach()?.f_to_device(Device::Cpu)?;
-        Strided::rows(&sinks.f_to_kind(Kind::Float)?.f_contiguous()?)
+    let sinks = options.sinks.map(|sinks| -> Result<_> {
+        let sinks = sinks.f_detach()?.f_to_kind(Kind::Float)?;
+        Ok(Strided::rows(&sinks.f_contiguous()?)?)
     });
     let sinks = sinks.transpose()?;
     let (left, right) = unresolved_limits(options);
@@ -121,9 +129,7 @@ pub fn attend(
         value: Stored::Elements(values.view()),
         pages: None,
         rules: Rules {
-            scale: options
-                .scale
-                .unwrap_or_else(|| 1.0 / (shape.head_dim as f64).sqrt()),
+            scale,
             softcap: options.softcap,
             left,
             right,
@@ -141,20 +147,20 @@ pub fn attend(
     };
     let logsumexps = shape.batch * shape.heads * shape.queries;
     let needed = kernel::forward_workspace(&inputs);
-    let mut memory = WORKSPACE.take();
-    // Only grown: clearing would write every element twice.
-    if memory.len() < logsumexps + needed {
-        memory.resize(logsumexps + needed, 0.0);
-    }
-    let (logsumexp, workspace) = memory.split_at_mut(logsumexps);
     let width = shape.heads * shape.head_dim;
     let per_batch = shape.heads * shape.queries;
-    let outputs = ForwardOutputs {
-        output: ViewMut::new(output, shape.queries * width, shape.head_dim, width),
-        logsumexp: ViewMut::new(logsumexp, per_batch, shape.queries, 1),
-    };
-    kernel::forward(&inputs, &outputs, &mut workspace[..needed]);
-    WORKSPACE.set(memory);
+    Kept::with(&WORKSPACE, |Workspace(memory)| {
+        // Only grown: clearing would write every element twice.
+        if memory.len() < logsumexps + needed {
+            memory.resize(logsumexps + needed, 0.0);
+        }
+        let (logsumexp, workspace) = memory.split_at_mut(logsumexps);
+        let outputs = ForwardOutputs {
+            output: ViewMut::new(output, shape.queries * width, shape.head_dim, width),
+            logsumexp: ViewMut::new(logsumexp, per_batch, shape.queries, 1),
+        };
+        kernel::forward(&inputs, &outputs, &mut workspace[..needed]);
+    });
     Ok(true)
 }
 

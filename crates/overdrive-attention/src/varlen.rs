@@ -80,11 +80,12 @@ impl PackedLengths {
     /// Returns the bounds for self-attention over sequences of these lengths, on `device`.
     ///
     /// # Errors
-    /// [`Error::CumulativeLengths`] for a negative length.
+    /// [`Error::CumulativeLengths`] for a negative length, or a sum above `i64::MAX`.
     pub fn from_lengths(lengths: &[i64], device: Device) -> Result<PackedLengths> {
         let mut cumulative = vec![0_i64];
         for length in lengths {
-            cumulative.push(cumulative[cumulative.len() - 1] + length);
+            // A sum that wraps around is negative and is refused below.
+            cumulative.push(cumulative[cumulative.len() - 1].wrapping_add(*length));
         }
         let cumulative = Tensor::f_from_slice(&cumulative)?;
         PackedLengths::new(&cumulative, &cumulative)?.to_device(device)
@@ -313,8 +314,10 @@ fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tenso
         lses.push(lse);
     }
     if outputs.is_empty() {
-        let output = call.query.f_transpose(1, 2)?;
-        let lse = call.query.f_select(3, 0)?;
+        let (heads, dim) = (call.query.size()[1], call.value.size()[3]);
+        let (kind, device) = (call.query.kind(), call.query.device());
+        let output = Tensor::f_zeros([1, 0, heads, dim], (kind, device))?;
+        let lse = Tensor::f_zeros([1, heads, 0], (Kind::Float, device))?;
         return Ok((output, lse));
     }
     Ok((Tensor::f_cat(&outputs, 1)?, Tensor::f_cat(&lses, 2)?))

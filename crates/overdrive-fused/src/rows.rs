@@ -93,6 +93,10 @@ pub fn joint_linear(
         return Ok(false);
     };
     let width = usize::try_from(width).unwrap_or(0);
+    if width == 0 {
+        let expected = "(O, I) with at least one input".to_owned();
+        return Err(Common::shape("weight", layers[0].0.size(), expected).into());
+    }
     let mut outputs = 0;
     let mut each = Vec::with_capacity(layers.len());
     for (weight, bias) in layers {

@@ -123,6 +123,31 @@ fn rows_that_do_not_fit_are_refused_and_masks_are_left_to_tensors() {
     let many = RowsShape { keys: 3, ..shape };
     assert!(attend(all, endless, all, many, &causal, &mut output).is_err());
 
+    let out_of_range = [
+        AttentionOptions {
+            softcap: Some(0.0),
+            ..causal
+        },
+        AttentionOptions {
+            scale: Some(f64::NAN),
+            ..causal
+        },
+        AttentionOptions {
+            window: Window {
+                right: Some(5),
+                ..causal.window
+            },
+            ..causal
+        },
+    ];
+    for (options, name) in out_of_range
+        .iter()
+        .zip(["softcap", "scale", "window.right"])
+    {
+        let error = attend(all, all, all, shape, options, &mut output).unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+    }
+
     let three = Tensor::zeros([3], (Kind::Float, Device::Cpu));
     let sinks = AttentionOptions {
         sinks: Some(&three),
