@@ -19,7 +19,8 @@ pub enum Scheme {
     /// threshold are multiplied in full precision (bitsandbytes' `load_in_8bit`; LLM.int8, Dettmers et al. 2022,
     /// arXiv:2208.07339).
     LlmInt8 {
-        /// The magnitude beyond which a column is an outlier; default 6.0.
+        /// The magnitude beyond which a column is an outlier; default 6.0. With 0, as in bitsandbytes, or infinity
+        /// there are no outliers.
         threshold: f64,
     },
     /// Integers of 4 or 8 bits in groups along the inputs, each group with a scale and, if not symmetric, an
@@ -212,9 +213,12 @@ impl BlockOptions {
     }
 }
 
+/// The beginning of the name of LLM.int8() with a threshold other than 6.
+const LLM_INT8_T: &str = "llm-int8-t";
+
 /// Parses the names that [`Scheme`]'s `Display` writes: `int4` and `int8` with `-g` and the group size, and
 /// `-asym` for groups with offsets; `nf4` and `fp4` with `-b` and the block size, and `-single` for no double
-/// quantization.
+/// quantization; `llm-int8` with `-t` and the threshold. Only files have `fp8-blocks`, which is refused.
 impl FromStr for Scheme {
     type Err = Error;
 
@@ -231,6 +235,11 @@ impl FromStr for Scheme {
             "fp8" => Scheme::Fp8,
             "mxfp4" => Scheme::Mxfp4,
             "nvfp4" => Scheme::Nvfp4,
+            _ if name.starts_with(LLM_INT8_T) => {
+                let threshold = name[LLM_INT8_T.len()..].parse();
+                let threshold = threshold.map_err(|_| unknown())?;
+                Scheme::LlmInt8 { threshold }
+            }
             _ => {
                 let mut parts = name.split('-');
                 match parts.next() {
@@ -280,7 +289,8 @@ impl fmt::Display for Scheme {
         match self {
             Scheme::Int8Dynamic => f.write_str("int8"),
             Scheme::Int8WeightOnly => f.write_str("int8-weight"),
-            Scheme::LlmInt8 { .. } => f.write_str("llm-int8"),
+            Scheme::LlmInt8 { threshold: 6.0 } => f.write_str("llm-int8"),
+            Scheme::LlmInt8 { threshold } => write!(f, "{LLM_INT8_T}{threshold}"),
             Scheme::Grouped(options) => {
                 write!(f, "int{}-g{}", options.bits, options.group_size)?;
                 f.write_str(if options.symmetric { "" } else { "-asym" })

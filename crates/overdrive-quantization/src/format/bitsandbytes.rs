@@ -105,7 +105,12 @@ impl BitsAndBytesConfig {
         match scheme {
             Scheme::LlmInt8 { threshold } => {
                 config.load_in_8bit = true;
-                config.llm_int8_threshold = threshold;
+                // JSON has no infinity.
+                config.llm_int8_threshold = if threshold.is_finite() {
+                    threshold
+                } else {
+                    0.0
+                };
             }
             other => {
                 let (book, options) = other.blocks().ok()?;

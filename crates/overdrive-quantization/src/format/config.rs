@@ -150,7 +150,7 @@ impl QuantizationConfig {
     /// Returns the JSON object.
     ///
     /// # Errors
-    /// [`Error::Common`] for values that JSON does not have, such as an infinite threshold.
+    /// [`Error::Common`] for values that JSON does not have, such as an infinite number.
     pub fn to_json(&self) -> Result<Value> {
         let value = match self {
             QuantizationConfig::BitsAndBytes(config) => serde_json::to_value(config),

@@ -28,7 +28,14 @@ pub(super) fn plan(weight: &QuantizedWeight, by_group: bool, recording: bool) ->
         Activations::Auto => false,
     };
     match (&weight.storage, weight.scheme) {
-        (Storage::Int8 { .. }, Scheme::LlmInt8 { threshold }) => Plan::Split(threshold),
+        (Storage::Int8 { .. }, Scheme::LlmInt8 { threshold }) => {
+            let no_outliers = threshold == 0.0;
+            Plan::Split(if no_outliers {
+                f64::INFINITY
+            } else {
+                threshold
+            })
+        }
         (Storage::Int8 { .. }, Scheme::Int8Dynamic) => Plan::Int8,
         (Storage::Int8 { .. }, _) if int8 => Plan::Int8,
         (Storage::Int8 { .. } | Storage::Fp8 { .. }, _) => Plan::Float,

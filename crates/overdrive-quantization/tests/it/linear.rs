@@ -323,6 +323,10 @@ fn large_activations_are_apart_in_llm_int8() {
     let together = found(Scheme::LlmInt8 { threshold: 1e9 });
     assert!(apart < 0.05, "{apart}");
     assert!(together > 20.0 * apart, "{together} {apart}");
+    // As in bitsandbytes, where 0 is the default of its layers.
+    for none in [0.0, f64::INFINITY] {
+        assert_eq!(found(Scheme::LlmInt8 { threshold: none }), together);
+    }
 }
 
 #[test]

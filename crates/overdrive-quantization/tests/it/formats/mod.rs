@@ -94,7 +94,7 @@ fn schemes_of_files_are_the_schemes_of_their_configurations() {
         ("bnb_nf4", "nf4"),
         ("bnb_nf4_single", "nf4-single"),
         ("bnb_fp4", "fp4"),
-        ("bnb_int8", "llm-int8"),
+        ("bnb_int8", "llm-int8-t5"),
         ("ct_int8", "int8"),
         ("ct_int8_packed", "int8-weight"),
         ("ct_int4", "int4-g32"),
@@ -113,9 +113,6 @@ fn schemes_of_files_are_the_schemes_of_their_configurations() {
             "{module}"
         );
     }
-    let config = config_of(&file, "bnb_int8");
-    let weight = config.read_weight(&file, "bnb_int8").unwrap();
-    assert_eq!(weight.scheme(), Scheme::LlmInt8 { threshold: 5.0 });
 }
 
 /// MXFP4 and NVFP4: read, made and written as compressed-tensors does (`fixtures/gen_microscaling.py`).
@@ -502,6 +499,17 @@ fn searched_ranges_leave_zero_points_that_files_hold() {
 }
 
 #[test]
+fn an_infinite_threshold_is_written_as_bitsandbytes_zero() {
+    let scheme = Scheme::LlmInt8 {
+        threshold: f64::INFINITY,
+    };
+    let config = QuantizationConfig::for_scheme(scheme, Vec::new());
+    let json = config.to_json().unwrap();
+    assert_eq!(json["llm_int8_threshold"], 0.0);
+    assert_eq!(QuantizationConfig::from_json(&json).unwrap(), config);
+}
+
+#[test]
 fn names_of_schemes_are_read_back() {
     for name in SCHEMES.iter().chain(Scheme::NAMES.iter()) {
         let scheme: Scheme = name.parse().unwrap();
@@ -511,8 +519,19 @@ fn names_of_schemes_are_read_back() {
             "{name}"
         );
     }
+    let scheme = Scheme::LlmInt8 { threshold: 5.5 };
+    assert_eq!(scheme.to_string().parse::<Scheme>().unwrap(), scheme);
     for name in [
-        "int5", "int4-g7", "int4-g12", "nf4-b48", "int4-g", "fp4-x", "",
+        "int5",
+        "llm-int8-t",
+        "llm-int8-t-1",
+        "fp8-blocks",
+        "int4-g7",
+        "int4-g12",
+        "nf4-b48",
+        "int4-g",
+        "fp4-x",
+        "",
     ] {
         assert!(name.parse::<Scheme>().is_err(), "{name}");
     }
