@@ -177,6 +177,7 @@ impl FinetuneArguments {
     }
 
     /// As [`TrainingArguments::fit_batch`], with a model that is loaded and of which `trainable` parameters are trained.
+    /// Each example of a micro-batch is `rows` rows: 2 for a pair of answers.
     ///
     /// # Errors
     /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::fit_batch`].
@@ -185,11 +186,13 @@ impl FinetuneArguments {
         shape: DecoderShape,
         precision: Precision,
         trainable: u64,
+        rows: u64,
         device: Device,
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
-        let step = |plan| arguments.estimated_step(shape, precision, trainable, plan);
+        let step =
+            |plan| arguments.estimated_step(shape, precision, trainable, in_rows(plan, rows)?);
         self.training.fit_to(device, group, step)
     }
 }
@@ -243,6 +246,12 @@ impl AsMut<TrainingArguments> for FinetuneArguments {
     fn as_mut(&mut self) -> &mut TrainingArguments {
         &mut self.training
     }
+}
+
+/// Returns the plan of a process whose micro-batches have `rows` rows for each example.
+fn in_rows(plan: BatchPlan, rows: u64) -> Result<BatchPlan> {
+    let micro_batch = plan.micro_batch().saturating_mul(rows);
+    Ok(BatchPlan::new(micro_batch, plan.accumulation_steps(), 1)?)
 }
 
 /// Returns the first plan, from `largest` down, whose `bytes` are at most `limit`.
@@ -309,6 +318,26 @@ mod tests {
             }
         }
         assert_eq!(fits(peak(1) - 1), None);
+    }
+
+    #[test]
+    fn half_as_many_pairs_fit_as_rows() {
+        let (training, shape) = arguments();
+        let plan = training.batch_plan(1).unwrap();
+        let arguments = FinetuneArguments {
+            training,
+            ..FinetuneArguments::default()
+        };
+        let step = |plan, rows| {
+            let plan = in_rows(plan, rows)?;
+            arguments.estimated_step(shape, Precision::Fp32, 1000, plan)
+        };
+        let limit = step(plan.with_micro_batch(24).unwrap(), 1).unwrap();
+        for (rows, micro) in [(1, 24), (2, 12)] {
+            let found = largest_that_fits(plan, limit, |plan| step(plan, rows));
+            let found = found.unwrap().unwrap();
+            assert_eq!((found.micro_batch(), found.effective_batch()), (micro, 48));
+        }
     }
 
     #[test]
