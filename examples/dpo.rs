@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     DpoArgs, DpoArguments, Finetuned, PreferenceTask, REWARD_METRICS, RewardMetrics, RewardTotals,
-    RunEnd, RunOptions, TrainingRun, find_executable_batch_size, print_line, run_main,
+    RunEnd, RunOptions, TrainingRun, print_line, run_main, train_with_batch_that_fits,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -50,7 +50,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
     arguments.training.check_start(&REWARD_METRICS)?;
-    let tuned = find_executable_batch_size(&mut all, &group, &mut say, |all, say| {
+    let tuned = train_with_batch_that_fits(&mut all, &group, &mut say, |all, say| {
         train(all, &group, say)
     })?;
     let end = tuned.summary.end();

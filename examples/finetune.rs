@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunOptions,
-    TrainingRun, batch_loss, find_executable_batch_size, print_line, run_main,
+    TrainingRun, batch_loss, print_line, run_main, train_with_batch_that_fits,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -95,7 +95,7 @@ pub(crate) fn finetune(
         // Without a folder there are no snapshots.
         false => arguments.training.resume_from_checkpoint = None,
     }
-    find_executable_batch_size(&mut arguments, group, &mut say, |arguments, say| {
+    train_with_batch_that_fits(&mut arguments, group, &mut say, |arguments, say| {
         train(arguments, group, writes, say)
     })
 }

@@ -77,7 +77,7 @@ pub use interrupt::Interrupt;
 pub use program::{RunEnd, print_line, run_main};
 pub use run::{
     BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
-    StaticInputs, TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
+    StaticInputs, TrainingPlan, TrainingRun, train_with_batch_that_fits, usable_memory,
 };
 pub use tasks::{
     ClassificationTask, DpoOutput, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask,

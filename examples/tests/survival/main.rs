@@ -16,7 +16,7 @@ use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
     ResumeFromCheckpoint, RunFolder, RunOptions, RunSummary, SaveStrategy, TextData,
-    TrainingArguments, evaluate, find_executable_batch_size, new_model, snapshot_files,
+    TrainingArguments, evaluate, new_model, snapshot_files, train_with_batch_that_fits,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -132,7 +132,7 @@ fn runs_the_example(config: &Path) {
 
 /// Trains as the example `train` does, without the results at its end.
 fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<RunSummary> {
-    find_executable_batch_size(
+    train_with_batch_that_fits(
         &mut arguments.clone(),
         group,
         |_| {},

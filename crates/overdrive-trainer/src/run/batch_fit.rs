@@ -3,13 +3,13 @@
 use std::error::Error as StdError;
 use std::iter::successors;
 
-use overdrive_accumulation::BatchPlan;
+use overdrive_accumulation::{BatchPlan, attempt};
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{DecoderShape, free_memory};
 use overdrive_snapshot::Snapshot;
 use overdrive_sys::{is_out_of_memory, memory};
-use tch::Device;
+use tch::{Device, TchError};
 
 use super::folder::RunFolder;
 use crate::arguments::{DpoArguments, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
@@ -197,15 +197,16 @@ impl FinetuneArguments {
     }
 }
 
-/// Calls `train` with `arguments`, as Accelerate's `find_executable_batch_size` does: after memory ran out, and if
-/// `auto_find_batch_size` is set, again with micro-batches of at most half the size, which continue the run in its folder.
-/// An error that lost processes have caused names them.
+/// Calls `train` with `arguments`, and after memory ran out, if `auto_find_batch_size` is set, again with micro-batches of at
+/// most half the size, which continue the run in its folder. An error that lost processes have caused names them.
+///
+/// Memory has run out if an error says so, or a panic of tch, which becomes an error.
 ///
 /// `train` gets `say`, for its own lines, and calls [`TrainingArguments::continue_in`] when the folder of the run is open.
 ///
 /// # Errors
 /// The error of `train`.
-pub fn find_executable_batch_size<A, T, E>(
+pub fn train_with_batch_that_fits<A, T, E>(
     arguments: &mut A,
     group: &ProcessGroup,
     mut say: impl FnMut(&str),
@@ -216,9 +217,10 @@ where
     E: From<Error> + AsRef<dyn StdError + Send + Sync>,
 {
     loop {
-        let error = match train(arguments, &mut say) {
-            Ok(trained) => return Ok(trained),
-            Err(error) => error,
+        let error = match attempt(|| train(arguments, &mut say)) {
+            Ok(Ok(trained)) => return Ok(trained),
+            Ok(Err(error)) => error,
+            Err(message) => Error::from(TchError::Torch(message)).into(),
         };
         let cause: &(dyn StdError + 'static) = error.as_ref();
         if !arguments.as_mut().retry(group, cause, &mut say)? {
@@ -360,6 +362,28 @@ mod tests {
             sizes.push(arguments.per_device_train_batch_size);
         }
         assert_eq!(sizes, [24, 12, 6, 3, 1]);
+    }
+
+    #[test]
+    fn a_panic_of_tch_because_memory_ran_out_halves_the_batch_too() {
+        let (mut arguments, _) = arguments();
+        let mut sizes = Vec::new();
+        let trained = train_with_batch_that_fits(
+            &mut arguments,
+            &ProcessGroup::single(),
+            |_| (),
+            |arguments, _| -> std::result::Result<&str, Box<dyn StdError + Send + Sync>> {
+                sizes.push(arguments.per_device_train_batch_size);
+                let allocated = match sizes.len() {
+                    1 => Err(TchError::Torch("CUDA out of memory.".to_owned())),
+                    _ => Ok("trained"),
+                };
+                // As the functions of tch without `f_` do.
+                Ok(allocated.unwrap())
+            },
+        );
+        assert_eq!(trained.unwrap(), "trained");
+        assert_eq!(sizes, [48, 24]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ mod totals;
 mod trackers;
 mod training_run;
 
-pub use batch_fit::{find_executable_batch_size, usable_memory};
+pub use batch_fit::{train_with_batch_that_fits, usable_memory};
 pub use evaluation::Evaluation;
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;
