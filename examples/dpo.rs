@@ -19,7 +19,7 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     DpoArgs, DpoArguments, Finetuned, PreferenceTask, REWARD_METRICS, RewardMetrics, RewardTotals,
-    RunEnd, RunOptions, TrainingRun, print_line, run_main, train_with_batch_that_fits,
+    RunEnd, RunFolder, RunOptions, TrainingRun, print_line, run_main, train_with_batch_that_fits,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -49,7 +49,8 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     notes.iter().for_each(|note| say(note));
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
-    arguments.training.check_start(&REWARD_METRICS)?;
+    arguments.training.check_metric(&REWARD_METRICS)?;
+    RunFolder::check(&all)?;
     let tuned = train_with_batch_that_fits(&mut all, &group, &mut say, |all, say| {
         train(all, &group, say)
     })?;
@@ -71,7 +72,7 @@ pub(crate) fn train(
 ) -> Result<Finetuned> {
     let base_model = repository(&all.finetune.model_name_or_path);
     let mut task = PreferenceTask::prepare(all, base_model, group, &mut *say)?;
-    let folder = all.open_or_create_folder(group)?;
+    let folder = RunFolder::open_or_create(group, all)?;
     say(&format!("run folder  {}", folder.root().display()));
     let arguments = &mut all.finetune;
     arguments.training.continue_in(&folder);

@@ -18,8 +18,8 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunOptions,
-    TrainingRun, batch_loss, print_line, run_main, train_with_batch_that_fits,
+    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunFolder,
+    RunOptions, TrainingRun, batch_loss, print_line, run_main, train_with_batch_that_fits,
 };
 use overdrive_examples::{local_data, local_model, model_name, repository};
 
@@ -90,8 +90,9 @@ pub(crate) fn finetune(
     let mut arguments = arguments.clone();
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
+    arguments.training.check_metric(&[])?;
     match writes {
-        true => arguments.training.check_start(&[])?,
+        true => RunFolder::check(&arguments)?,
         // Without a folder there are no snapshots.
         false => arguments.training.resume_from_checkpoint = None,
     }
@@ -111,7 +112,7 @@ fn train(
     let mut task = FinetuneTask::prepare(arguments, base_model, group, &mut *say)?;
     let mut folder = None;
     if writes {
-        let opened = arguments.open_or_create_folder(group)?;
+        let opened = RunFolder::open_or_create(group, arguments)?;
         say(&format!("run folder  {}", opened.root().display()));
         arguments.training.continue_in(&opened);
         folder = Some(opened);

@@ -64,7 +64,8 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));
     }
-    arguments.check_start(&["bits_per_byte"])?;
+    RunFolder::check(&arguments)?;
+    arguments.check_metric(&["bits_per_byte"])?;
     if flags.check {
         let found = arguments.check_run(device, group.world_size())?;
         say(&found.to_string());

@@ -38,7 +38,7 @@ pub use training::TrainingArguments;
 
 pub(crate) use data::is_token_file;
 pub(crate) use format::read_file;
-pub(crate) use key::plain;
+pub(crate) use key::{Program, plain};
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};
 pub(crate) use read::{as_value, describe, keys_of, nearest};
 pub(crate) use saving::{ARGUMENTS, BITS_PER_BYTE, no_metric};

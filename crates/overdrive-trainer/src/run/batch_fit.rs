@@ -12,7 +12,7 @@ use overdrive_sys::{is_out_of_memory, memory};
 use tch::{Device, TchError};
 
 use super::folder::RunFolder;
-use crate::arguments::{DpoArguments, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
 use crate::error::of_group;
 use crate::{Error, Result};
 
@@ -213,7 +213,7 @@ pub fn train_with_batch_that_fits<A, T, E>(
     mut train: impl FnMut(&mut A, &mut dyn FnMut(&str)) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E>
 where
-    A: AsMut<TrainingArguments>,
+    A: Configuration,
     E: From<Error> + AsRef<dyn StdError + Send + Sync>,
 {
     loop {
@@ -223,30 +223,12 @@ where
             Err(message) => Error::from(TchError::Torch(message)).into(),
         };
         let cause: &(dyn StdError + 'static) = error.as_ref();
-        if !arguments.as_mut().retry(group, cause, &mut say)? {
+        if !arguments.training_mut().retry(group, cause, &mut say)? {
             return Err(match group.explain(cause) {
                 Some(explained) if of_group(cause).is_none() => Error::from(explained).into(),
                 _ => error,
             });
         }
-    }
-}
-
-impl AsMut<TrainingArguments> for TrainingArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        self
-    }
-}
-
-impl AsMut<TrainingArguments> for DpoArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        &mut self.finetune.training
-    }
-}
-
-impl AsMut<TrainingArguments> for FinetuneArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        &mut self.training
     }
 }
 
