@@ -3,7 +3,7 @@
 //! An option is added in one place, the `options!` block of `training.rs`, `model.rs`, `finetune.rs` or `preference.rs`: a field with its
 //! documentation, its default, and its row (the program that reads it, its other names, its range). The key in files, the
 //! flag, its help, the errors and the tables of the guide follow from it; what is left is the code in which it
-//! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its recipe in `run/optimizer.rs`.
+//! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its arms in `run/optimizer.rs`.
 
 mod choices;
 mod data;

@@ -102,9 +102,9 @@ paths! {
 impl RunFolder {
     /// Creates the folder of a run and writes the configuration into it.
     ///
-    /// Without `output_dir` it is `runs/<preset>-<number>` (or `runs/finetune-<number>`) in the working directory, with the next free
-    /// number; two programs that start at the same time get two folders. A given folder may hold anything
-    /// but a run that has logged a step, or files and snapshots of another program under the names of a run's; with
+    /// Without `output_dir` it is `runs/<preset>-<number>`, or `runs/finetune-<number>`, in the working directory, with the
+    /// next free number; two programs that start at the same time get two folders. A given folder may hold anything but a
+    /// run that has logged a step, or files and snapshots of another program under the names of a run's; with
     /// `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still running. Fine-tuning
     /// and preference training also refuse a folder that they read, and one with files of a model that is no run.
     ///

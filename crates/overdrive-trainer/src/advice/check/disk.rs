@@ -23,7 +23,7 @@ pub(super) fn finding(
     let weights = WEIGHT.saturating_mul(shape.parameters());
     // The model and its averages are written at the end, in addition to the snapshots.
     let model = weights.saturating_mul(1 + u64::from(arguments.ema_decay.is_some()));
-    let snapshot = model.saturating_add(arguments.optim.recipe().stored.bytes(&shape));
+    let snapshot = model.saturating_add(arguments.optim.stored().bytes(&shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
         // Without data, the number of snapshots is known only if they are saved by steps and the number of steps
