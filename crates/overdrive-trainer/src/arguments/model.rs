@@ -18,36 +18,36 @@ options! {
     pub struct ModelArguments, keys MODEL in "model." {
         "Model" => {
             /// The architecture; only llama can be trained from scratch.
-            model_type: String = "llama".to_owned() => Train("NAME");
+            model_type: String = "llama".to_owned() => TRAIN("NAME");
             /// The size of the hidden states. Default 256.
-            hidden_size: u64 = 256 => Train("N", range: AtLeast(1));
+            hidden_size: u64 = 256 => TRAIN("N", range: AtLeast(1));
             /// The size of the feed-forward layers. Default 688.
-            intermediate_size: u64 = 688 => Train("N", range: AtLeast(1));
+            intermediate_size: u64 = 688 => TRAIN("N", range: AtLeast(1));
             /// The number of decoder layers. Default 6.
-            num_hidden_layers: u64 = 6 => Train("N", range: AtLeast(1));
+            num_hidden_layers: u64 = 6 => TRAIN("N", range: AtLeast(1));
             /// The number of query heads. Default 4.
-            num_attention_heads: u64 = 4 => Train("N", range: AtLeast(1));
+            num_attention_heads: u64 = 4 => TRAIN("N", range: AtLeast(1));
             /// The number of key and value heads; fewer than query heads for grouped-query attention. Default: the
             /// number of query heads.
-            num_key_value_heads: Option<u64> = None => Train("N", range: AtLeast(1));
+            num_key_value_heads: Option<u64> = None => TRAIN("N", range: AtLeast(1));
             /// The size of a head. Default: hidden size / query heads.
             head_dim: Option<u64> = None =>
-                Train("N", range: AtLeast(2),
+                TRAIN("N", range: AtLeast(2),
                     instead: "give an even number, or change `hidden_size` or `num_attention_heads`");
             /// The maximum sequence length of the model, at least the context length. Default: the context length.
-            max_position_embeddings: Option<u64> = None => Train("N", range: AtLeast(1));
+            max_position_embeddings: Option<u64> = None => TRAIN("N", range: AtLeast(1));
             /// The base of the rotary position embeddings. Default 10000.
-            rope_theta: f64 = 10_000.0 => Train("X", range: Positive);
+            rope_theta: f64 = 10_000.0 => TRAIN("X", range: Positive);
             /// The epsilon of RMSNorm. Default 1e-6.
-            rms_norm_eps: f64 = 1e-6 => Train("X", range: Positive);
+            rms_norm_eps: f64 = 1e-6 => TRAIN("X", range: Positive);
             /// The standard deviation of the initial weights. Default 0.02.
-            initializer_range: f64 = 0.02 => Train("X", range: Positive);
+            initializer_range: f64 = 0.02 => TRAIN("X", range: Positive);
             /// If `true`, share the weights of the embedding with the output layer. Default `true`.
-            tie_word_embeddings: bool = true => Train("");
+            tie_word_embeddings: bool = true => TRAIN("");
             /// If `true`, add biases to the attention projections. Default `false`.
-            attention_bias: bool = false => Train("");
+            attention_bias: bool = false => TRAIN("");
             /// If `true`, add biases to the feed-forward projections. Default `false`.
-            mlp_bias: bool = false => Train("");
+            mlp_bias: bool = false => TRAIN("");
         }
     }
 }
