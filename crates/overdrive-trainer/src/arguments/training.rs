@@ -240,7 +240,6 @@ options! {
             gradient_checkpointing_kwargs: GradientCheckpointingArguments = GradientCheckpointingArguments::default() =>
                 ALL("JSON");
             /// The attention kernel. Default `flash_attention_2`.
-            #[serde(with = "super::choices::attention_by_name")]
             attn_implementation: AttentionImplementation = AttentionImplementation::default() => ALL("NAME");
             /// If `true`, norms, rotary embeddings, gates and the loss use one fused kernel each. Default `true`.
             fused_kernels: bool = true => ALL("");
