@@ -6,9 +6,6 @@ mod tuning;
 
 pub use check::{Finding, MachineFacts, RunCheck, Severity};
 pub use recommended::{
-    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
-    TrainedWeights,
+    DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task, TrainedWeights,
 };
-pub use tuning::{
-    Trial, TrialEnd, Trials, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
-};
+pub use tuning::{Trial, Trials, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};

@@ -19,15 +19,13 @@ pub(super) fn peak(
     shape: DecoderShape,
     length: u64,
 ) -> Result<u64> {
-    let half = settings.precision.autocast_dtype().is_some();
-    let mut arguments = TrainingArguments {
+    let precision = settings.candidate.precision;
+    let half = precision.autocast_dtype().is_some();
+    let arguments = settings.applied_to(&TrainingArguments {
         context_length: length,
         ..TrainingArguments::default()
-    };
-    settings.apply(&mut arguments);
-    let all = arguments
-        .memory_plan_of(shape, settings.precision)
-        .estimate()?;
+    });
+    let all = arguments.memory_plan_of(shape, precision).estimate()?;
     let stored = if half { 2 } else { 4 };
     let tables = if shape.tied_embeddings { 1 } else { 2 };
     let embeddings = tables * shape.vocabulary * shape.hidden;

@@ -7,6 +7,6 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-pub use device::{Attention, DeviceFacts, DeviceKind};
+pub use device::{DeviceFacts, DeviceKind};
 pub use devices_and_models::{DEVICES, MODELS, ModelSize};
 pub use settings::{RecommendedSettings, Task, TrainedWeights};

@@ -9,8 +9,9 @@ use overdrive_profiling::DecoderShape;
 use OptimizerName::{Adamw8bit, AdamwTorchFused};
 use TrainedWeights::{All, Lora, Qlora};
 
-use super::{Attention, DeviceFacts, DeviceKind, estimate};
+use super::{DeviceFacts, DeviceKind, estimate};
 use crate::Result;
+use crate::advice::tuning::TuneCandidate;
 use crate::arguments::{OptimizerName, TrainingArguments};
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
@@ -68,20 +69,15 @@ const CHOICES: [(TrainedWeights, bool, OptimizerName); 7] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecommendedSettings {
-    /// The precision; [`Precision::Fp16`] with loss scaling.
-    pub precision: Precision,
+    /// The precision ([`Precision::Fp16`] with loss scaling), the batch, the checkpointing and the workers, which a
+    /// [search](TrainingArguments::tune) may improve.
+    pub candidate: TuneCandidate,
     /// The attention kernel that `attn_implementation: flash_attention_2` (the default) runs on the device.
-    pub attention: Attention,
+    pub attention: &'static str,
     /// The weights that are trained.
     pub trains: TrainedWeights,
-    /// The micro-batch and the accumulation.
-    pub batch: BatchPlan,
-    /// The value of `gradient_checkpointing`.
-    pub gradient_checkpointing: bool,
     /// The optimizer.
     pub optim: OptimizerName,
-    /// The value of `dataloader_num_workers`.
-    pub dataloader_num_workers: usize,
     /// The estimated peak of the tensors in bytes.
     pub estimated_bytes: u64,
 }
@@ -105,7 +101,7 @@ impl RecommendedSettings {
     /// let t4 = DEVICES.iter().find(|device| device.name == "T4").unwrap();
     /// let llama = MODELS.iter().find(|model| model.name == "8.0B").unwrap();
     /// let settings = RecommendedSettings::of(t4, llama.shape, 1024, Task::Finetune)?.unwrap();
-    /// assert_eq!(settings.precision, Precision::Fp16); // Turing has no bf16
+    /// assert_eq!(settings.candidate.precision, Precision::Fp16); // Turing has no bf16
     /// assert_eq!(settings.trains, TrainedWeights::Qlora);
     /// # Ok::<(), overdrive_trainer::Error>(())
     /// ```
@@ -127,14 +123,17 @@ impl RecommendedSettings {
                     if plan.micro_batch() < least.min(batch.micro_batch()) {
                         break;
                     }
-                    let mut settings = Self {
+                    let candidate = TuneCandidate {
+                        batch: plan,
                         precision: device.precision(),
+                        gradient_checkpointing,
+                        dataloader_num_workers: device.workers(),
+                    };
+                    let mut settings = Self {
+                        candidate,
                         attention: device.attention(),
                         trains,
-                        batch: plan,
-                        gradient_checkpointing,
                         optim,
-                        dataloader_num_workers: device.workers(),
                         estimated_bytes: 0,
                     };
                     settings.estimated_bytes = estimate::peak(&settings, shape, length)?;
@@ -147,13 +146,12 @@ impl RecommendedSettings {
         Ok(None)
     }
 
-    /// Sets the keys of a training from scratch to these settings.
-    pub fn apply(&self, arguments: &mut TrainingArguments) {
-        arguments.set_precision(self.precision);
-        arguments.set_batch_plan(self.batch);
-        arguments.gradient_checkpointing = self.gradient_checkpointing;
-        arguments.optim = self.optim;
-        arguments.dataloader_num_workers = self.dataloader_num_workers;
+    /// Returns `arguments` of a training from scratch with these settings.
+    pub fn applied_to(&self, arguments: &TrainingArguments) -> TrainingArguments {
+        TrainingArguments {
+            optim: self.optim,
+            ..self.candidate.of(arguments)
+        }
     }
 }
 
@@ -172,17 +170,17 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
 
 impl fmt::Display for RecommendedSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scaling = match self.precision {
+        let scaling = match self.candidate.precision {
             Precision::Fp16 => " with loss scaling",
             _ => "",
         };
         write!(
             f,
             "{}{scaling}, {} attention, {}, {} workers",
-            self.precision,
+            self.candidate.precision,
             self.attention,
             self.choice(),
-            self.dataloader_num_workers,
+            self.candidate.dataloader_num_workers,
         )
     }
 }
@@ -197,10 +195,10 @@ impl RecommendedSettings {
         };
         let mut text = format!(
             "{weights}, {} × {}",
-            self.batch.micro_batch(),
-            self.batch.accumulation_steps()
+            self.candidate.batch.micro_batch(),
+            self.candidate.batch.accumulation_steps()
         );
-        if self.gradient_checkpointing {
+        if self.candidate.gradient_checkpointing {
             text += ", checkpointing";
         }
         if self.optim == Adamw8bit {

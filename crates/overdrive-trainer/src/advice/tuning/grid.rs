@@ -73,6 +73,22 @@ pub enum TuneOutcome {
     Measured(Trial),
 }
 
+impl fmt::Display for TuneOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::LeftOut(reason) => write!(f, "left out: {reason}"),
+            Self::OutOfMemory(message) => write!(f, "out of memory: {message}"),
+            Self::OverLimit(_) => f.write_str("over the limit"),
+            Self::Measured(trial) => write!(
+                f,
+                "{} tokens/s, peak {}",
+                units::rounded(trial.tokens_per_second),
+                units::bytes(trial.peak_bytes)
+            ),
+        }
+    }
+}
+
 /// A row of the grid.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TuneRow {
@@ -124,10 +140,9 @@ impl Tuning {
                 dataloader_num_workers,
             } = row.candidate;
             let (trial, note) = match &row.outcome {
-                TuneOutcome::LeftOut(reason) => (None, format!("left out: {reason}")),
-                TuneOutcome::OutOfMemory(message) => (None, format!("out of memory: {message}")),
-                TuneOutcome::OverLimit(trial) => (Some(trial), "over the limit".to_owned()),
                 TuneOutcome::Measured(trial) => (Some(trial), String::new()),
+                TuneOutcome::OverLimit(trial) => (Some(trial), row.outcome.to_string()),
+                other => (None, other.to_string()),
             };
             let (strong, note) = match self.best == Some(index) {
                 true => ("**", "chosen".to_owned()),

@@ -9,9 +9,6 @@ mod trials;
 pub use grid::{TuneCandidate, TuneOutcome, TuneRow, Tuning};
 pub use trials::Trials;
 
-use std::fmt;
-
-use overdrive_core::units;
 use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 use serde::{Deserialize, Serialize};
@@ -57,34 +54,11 @@ pub struct Trial {
     pub data_share: f64,
 }
 
-/// The end of a trial.
-#[derive(Debug, Clone, PartialEq)]
-pub enum TrialEnd {
-    /// It ran.
-    Measured(Trial),
-    /// Memory ran out, with a message.
-    OutOfMemory(String),
-}
-
-impl fmt::Display for TrialEnd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Measured(trial) => write!(
-                f,
-                "{} tokens/s, peak {}",
-                units::rounded(trial.tokens_per_second),
-                units::bytes(trial.peak_bytes)
-            ),
-            Self::OutOfMemory(message) => write!(f, "out of memory: {message}"),
-        }
-    }
-}
-
 impl TrainingArguments {
     /// Finds the fastest micro-batch, accumulation, precision, checkpointing and number of workers for a model of
     /// `shape`, for the effective batch of these arguments, within `options.limit_bytes`.
     ///
-    /// `trial` measures a configuration; it is called only for those whose estimated peak is within the limit and
+    /// `trial` measures a configuration, and returns [`TuneOutcome::Measured`] or [`TuneOutcome::OutOfMemory`]; it is called only for those whose estimated peak is within the limit and
     /// that could be the fastest:
     ///
     /// 1. Each precision with one micro-batch; the others are left out with the slower precisions.
@@ -102,7 +76,7 @@ impl TrainingArguments {
         &self,
         shape: DecoderShape,
         options: &TuneOptions,
-        mut trial: impl FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
+        mut trial: impl FnMut(&TuneCandidate) -> Result<TuneOutcome, E>,
     ) -> Result<Tuning, E> {
         Search::new(self, shape, options, &mut trial)?.run()
     }
