@@ -61,9 +61,9 @@ mod run;
 mod tasks;
 
 pub use advice::{
-    DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, MachineFacts, ModelSize,
-    RecommendedSettings, RunCheck, Severity, Task, TrainedWeights, Trial, Trials, TuneCandidate,
-    TuneOptions, TuneOutcome, TuneRow, Tuning,
+    DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, ModelSize, RecommendedSettings, RunCheck,
+    Severity, Task, TrainedWeights, Trial, Trials, TuneCandidate, TuneOptions, TuneOutcome,
+    TuneRow, Tuning,
 };
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend, DpoArguments,

@@ -4,7 +4,7 @@ mod check;
 mod recommended;
 mod tuning;
 
-pub use check::{Finding, MachineFacts, RunCheck, Severity};
+pub use check::{Finding, RunCheck, Severity};
 pub use recommended::{
     DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task, TrainedWeights,
 };

@@ -7,8 +7,6 @@ use crate::Result;
 /// The totals of an optimizer step, from numbers that the host knows: nothing is read from the device.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StepTotals {
-    /// The divisor of the loss: the labels, or the micro-batches whose losses are means.
-    pub(super) labels: u64,
     /// The number of tokens without padding.
     pub(super) tokens: u64,
     /// The number of tokens with padding.
@@ -19,7 +17,7 @@ pub(super) struct StepTotals {
 }
 
 impl StepTotals {
-    /// Returns the totals of the micro-batches of one process, without labels.
+    /// Returns the totals of the micro-batches of one process.
     pub(super) fn of<B: MicroBatch>(batches: &[B]) -> Self {
         let sum = |count: fn(&B) -> usize| batches.iter().map(count).sum::<usize>() as u64;
         Self {
@@ -33,15 +31,13 @@ impl StepTotals {
     /// Sums the totals of all processes in one collective; a single process needs none.
     pub(super) fn over(self, group: &ProcessGroup) -> Result<Self> {
         // Counts are exact in f64: they are far below 2^53.
-        let [labels, tokens, padded, examples, stop] = group.sums([
-            self.labels as f64,
+        let [tokens, padded, examples, stop] = group.sums([
             self.tokens as f64,
             self.padded_tokens as f64,
             self.examples as f64,
             f64::from(u8::from(self.stop)),
         ])?;
         Ok(Self {
-            labels: labels as u64,
             tokens: tokens as u64,
             padded_tokens: padded as u64,
             examples: examples as u64,

@@ -228,7 +228,6 @@ impl TrainingRun {
             state.ema.as_mut().map(Ema::update).transpose()?;
         }
         // One collective for all totals, including the stop request, so that all processes stop at the same step.
-        self.totals.labels = accumulated.tokens;
         self.totals.stop = self.interrupt.ends_run();
         let totals = self.totals.over(&self.group)?;
         let mut metrics = self.log.end_step(&totals)?;
