@@ -199,8 +199,8 @@ fn search<B: Copy, T, E>(
 /// assert!(matches!(trained, Ok(Err(_))));
 /// ```
 pub fn attempt<T, E>(function: impl FnOnce() -> Result<T, E>) -> Result<Result<T, E>, String> {
-    catch_unwind(AssertUnwindSafe(function)).or_else(|payload| {
-        Err(panicked_out_of_memory(payload.as_ref()).unwrap_or_else(|| resume_unwind(payload)))
+    catch_unwind(AssertUnwindSafe(function)).map_err(|payload| {
+        panicked_out_of_memory(payload.as_ref()).unwrap_or_else(|| resume_unwind(payload))
     })
 }
 
