@@ -74,7 +74,8 @@ pub use arguments::{
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
-pub use program::{RunEnd, print_line, run_main};
+pub use overdrive_core::{RunEnd, print_line};
+pub use program::run_main;
 pub use run::{
     BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
     StaticInputs, TrainingPlan, TrainingRun, train_with_batch_that_fits, usable_memory,
