@@ -21,7 +21,7 @@ use overdrive::trainer::{
     DpoArgs, DpoArguments, Finetuned, PreferenceTask, REWARD_METRICS, RewardMetrics, RewardTotals,
     RunEnd, RunFolder, RunOptions, TrainingRun, print_line, run_main, train_with_batch_that_fits,
 };
-use overdrive_examples::{local_data, local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, repository, write_tuned};
 
 /// Trains a model on preferences: pairs of a chosen and a rejected answer
 #[derive(Parser)]
@@ -54,14 +54,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     let tuned = train_with_batch_that_fits(&mut all, &group, &mut say, |all, say| {
         train(all, &group, say)
     })?;
-    let end = tuned.summary.end();
-    if group.is_main() {
-        let name = model_name(&tuned.arguments.model_name_or_path);
-        if let Some(results) = tuned.write(&name)? {
-            print_line(results);
-        }
-    }
-    Ok(end)
+    write_tuned(tuned, &group)
 }
 
 /// Trains the stored model, or resumes.

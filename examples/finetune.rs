@@ -21,7 +21,7 @@ use overdrive::trainer::{
     FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunFolder,
     RunOptions, TrainingRun, batch_loss, print_line, run_main, train_with_batch_that_fits,
 };
-use overdrive_examples::{local_data, local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, repository, write_tuned};
 
 /// Fine-tunes a model on prompts and responses
 #[derive(Parser)]
@@ -55,19 +55,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         }
     };
     notes.iter().for_each(|note| say(note));
-    finish(finetune(&arguments, &group, true, say)?, &group)
-}
-
-/// Writes the results on rank 0 unless the run was interrupted, and returns on all ranks how the run ended.
-pub(crate) fn finish(tuned: Finetuned, group: &ProcessGroup) -> Result<RunEnd> {
-    let end = tuned.summary.end();
-    if group.is_main() {
-        let name = model_name(&tuned.arguments.model_name_or_path);
-        if let Some(results) = tuned.write(&name)? {
-            print_line(results);
-        }
-    }
-    Ok(end)
+    write_tuned(finetune(&arguments, &group, true, say)?, &group)
 }
 
 /// Trains with each method in turn, always starting from the stored model, without writing any files.

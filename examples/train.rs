@@ -18,7 +18,6 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
-use overdrive::hub::{HubOptions, data_paths};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
     self, DataShard, Evaluation, RunEnd, RunFolder, RunOptions, Severity, TextData, TrainArgs,
@@ -26,6 +25,7 @@ use overdrive::trainer::{
     print_line, run_main, snapshot_files, train_with_batch_that_fits, write_results,
 };
 use overdrive::transformer::CausalLm;
+use overdrive_examples::local_data;
 
 /// Trains a small Llama on text
 #[derive(Parser)]
@@ -54,12 +54,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         }
     };
     notes.iter().for_each(|note| say(note));
-    arguments.data = data_paths(&arguments.data, &HubOptions::from_env()?)?;
-    #[cfg(feature = "remote")] // Files at https://, s3:// and gs://.
-    {
-        use overdrive::remote::{RemoteOptions, data_paths};
-        arguments.data = data_paths(&arguments.data, &RemoteOptions::from_env()?)?;
-    }
+    arguments.data = local_data(&arguments.data)?;
     let device = arguments.device(&group);
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));

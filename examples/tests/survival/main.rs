@@ -11,7 +11,7 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::core::random::Generator;
 use overdrive::core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
-use overdrive::distributed::{Launch, LaunchOutcome, ProcessGroup};
+use overdrive::distributed::{Launch, ProcessGroup, RunEnd};
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
@@ -189,7 +189,7 @@ fn tunes(config: &Path) {
     )
     .unwrap();
     let tuned = finetune_example::finetune(&arguments, &group, true, |_| {}).unwrap();
-    let end = finetune_example::finish(tuned, &group).unwrap();
+    let end = overdrive_examples::write_tuned(tuned, &group).unwrap();
     let code = end.exit_code();
     fs::write(
         config.with_file_name(format!("code-{rank}")),
