@@ -34,7 +34,7 @@ impl TrainingArguments {
     }
 
     /// Returns the `config.json` of a new model of the shape of `model`, for the tokenizer of `data`.
-    pub fn model_config(&self, data: &TextData) -> Value {
+    pub(crate) fn model_config(&self, data: &TextData) -> Value {
         let mut json = self
             .model
             .to_hugging_face(data.vocab_size(), self.context_length);
@@ -100,7 +100,7 @@ impl TrainingArguments {
     ///
     /// # Errors
     /// As [`new_scheduler`](Self::new_scheduler), and an error of the optimizer.
-    pub fn set_resumed_options(
+    pub(super) fn set_resumed_options(
         &self,
         plan: &TrainingPlan,
         options: &StateDict,

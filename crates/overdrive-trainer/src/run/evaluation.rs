@@ -49,7 +49,7 @@ impl Evaluation {
     }
 
     /// Adds the evaluation to the metrics of the step before it.
-    pub fn apply_to(&self, metrics: &mut StepMetrics) {
+    pub(super) fn apply_to(&self, metrics: &mut StepMetrics) {
         metrics.eval_loss = Some(self.loss);
         for (name, &value) in &self.metrics {
             match name.as_str() {

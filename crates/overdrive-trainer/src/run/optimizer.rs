@@ -67,7 +67,7 @@ impl TrainingArguments {
     }
 
     /// Returns `true` if each process keeps the optimizer states of its own parameters only (`zero_stage`).
-    pub fn shards_optimizer(&self) -> bool {
+    pub(super) fn shards_optimizer(&self) -> bool {
         self.zero_stage > 0
     }
 

@@ -62,7 +62,7 @@ impl RunSummary {
     }
 
     /// Returns `true` if this process has saved a snapshot of the last step.
-    pub fn is_saved(&self) -> bool {
+    pub(super) fn is_saved(&self) -> bool {
         self.saved_step == Some(self.resumed_step + self.losses.len() as u64)
     }
 
