@@ -14,7 +14,6 @@ mod format;
 mod key;
 mod keys;
 mod layers;
-mod mixture;
 mod model;
 mod preference;
 mod preset;

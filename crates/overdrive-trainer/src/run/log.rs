@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::duration::DurationEstimate;
+use super::micro_batch::StepTotals;
 use super::plan::TrainingPlan;
 use super::summary::RunSummary;
-use super::totals::StepTotals;
 use super::training_run::Stepped;
 use crate::Result;
 use crate::arguments::TrainingArguments;

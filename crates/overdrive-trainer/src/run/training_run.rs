@@ -15,13 +15,11 @@ use overdrive_tracking::StepMetrics;
 use tch::{Device, Tensor};
 
 use super::capture::Capture;
-use super::evaluation::Evaluation;
 use super::log::{Done, RunLog};
-use super::micro_batch::MicroBatch;
+use super::micro_batch::{MicroBatch, StepTotals};
 use super::plan::TrainingPlan;
 use super::snapshots::{load_best, loader_totals};
-use super::summary::RunSummary;
-use super::totals::StepTotals;
+use super::summary::{Evaluation, RunSummary};
 use crate::arguments::TrainingArguments;
 use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 
