@@ -19,52 +19,55 @@ const FORMAT_VERSION: u32 = 1;
 /// The tensors of one parameter's state with their names, in a fixed order.
 pub(crate) type StateTensors<'a> = Vec<(&'static str, &'a Tensor)>;
 
+/// The options of an optimizer, which are stored with its state. The macro [`optimizer`] implements it.
+pub(crate) trait Options: Clone + Debug + Default + Serialize + DeserializeOwned {
+    /// Checks that every option is in its range.
+    fn check(&self) -> Result<()>;
+
+    /// Returns the learning rate and weight decay of groups that set none.
+    fn group_defaults(&self) -> (f64, f64);
+}
+
 /// The update rule of an optimizer, and its state for a parameter.
 pub(crate) trait Rule: Debug + Send + Sized {
     /// The name of the optimizer in stored states.
     const NAME: &'static str;
-    /// The options, which are stored with the state.
-    type Config: Clone + Debug + Serialize + DeserializeOwned;
+    type Config: Options;
     /// The state of a parameter.
     type State: Debug + Send;
 
-    /// Returns the rule, or an error if an option is invalid.
-    fn new(config: Self::Config) -> Result<Self>;
-
-    fn config(&self) -> &Self::Config;
-
-    /// Returns the learning rate and weight decay of groups that set none.
-    fn group_defaults(&self) -> (f64, f64);
+    /// Returns the rule of valid options.
+    fn new(config: &Self::Config) -> Self;
 
     /// Checks that the rule can update a parameter.
-    fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
+    fn check_parameter(name: &str, tensor: &Tensor) -> Result<()> {
         let _ = (name, tensor);
         Ok(())
     }
 
     /// Returns new states for parameters that have none. It is called before any update, so that an error
     /// (no memory, no space on the disk) leaves the parameters unchanged.
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Self::State>>;
+    fn new_states(
+        &mut self,
+        config: &Self::Config,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<Self::State>>;
 
     /// Returns the tensors of a state.
     fn state_tensors(state: &Self::State) -> StateTensors<'_>;
 
     /// Performs one step. Gradient recording is disabled, and every job has been checked.
-    fn step(&mut self, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
+    fn step(&mut self, config: &Self::Config, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
 
-    /// Returns the options that are stored with a state.
-    fn stored_config(&self) -> Self::Config {
-        self.config().clone()
-    }
-
-    /// Returns the rule for the options of a stored state. Options that belong to the machine keep their
-    /// values.
-    fn with_stored_config(&self, stored: Self::Config) -> Result<Self> {
-        Self::new(stored)
+    /// Returns the options `config` with those of `machine` that belong to the machine: they are not stored with a
+    /// state, and a loaded state does not change them.
+    fn on_machine(config: Self::Config, machine: &Self::Config) -> Self::Config {
+        let _ = machine;
+        config
     }
 
     /// Returns the bytes of a state that need not be in memory.
-    fn paged_bytes(&self, state: &Self::State) -> u64 {
+    fn paged_bytes(state: &Self::State) -> u64 {
         let _ = state;
         0
     }
@@ -84,6 +87,7 @@ pub(crate) struct Job<'a, S> {
 #[derive(Debug)]
 pub(crate) struct Engine<R: Rule> {
     id: OptimizerId,
+    pub(crate) config: R::Config,
     rule: R,
     /// Each state with the specification of its parameter when it was created.
     pub(crate) parameters: GroupedParameters<(TensorSpec, R::State)>,
@@ -103,9 +107,11 @@ struct Metadata {
 
 impl<R: Rule> Engine<R> {
     pub(crate) fn new(groups: Vec<ParamGroup>, config: R::Config) -> Result<Self> {
+        config.check()?;
         let mut this = Self {
             id: OptimizerId::unique(),
-            rule: R::new(config)?,
+            rule: R::new(&config),
+            config,
             parameters: GroupedParameters::new(),
         };
         for group in groups {
@@ -115,19 +121,16 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn add_group(&mut self, group: ParamGroup) -> Result<()> {
-        let check = |name: &str, tensor: &Tensor| self.rule.check_parameter(name, tensor);
-        let defaults = self.rule.group_defaults();
-        let added = self.parameters.prepare(group, defaults, check)?;
+        let defaults = self.config.group_defaults();
+        let added = self
+            .parameters
+            .prepare(group, defaults, R::check_parameter)?;
         self.parameters.push(added);
         Ok(())
     }
 
     pub(crate) fn id(&self) -> OptimizerId {
         self.id
-    }
-
-    pub(crate) fn rule(&self) -> &R {
-        &self.rule
     }
 
     fn states(&self) -> impl Iterator<Item = &R::State> {
@@ -146,9 +149,7 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn paged_bytes(&self) -> u64 {
-        self.states()
-            .map(|state| self.rule.paged_bytes(state))
-            .sum()
+        self.states().map(R::paged_bytes).sum()
     }
 
     pub(crate) fn step(&mut self) -> Result<()> {
@@ -177,7 +178,7 @@ impl<R: Rule> Engine<R> {
                 state,
             });
         }
-        self.rule.step(jobs)
+        self.rule.step(&self.config, jobs)
     }
 
     /// Creates the missing states of the chosen parameters, all or none.
@@ -198,7 +199,7 @@ impl<R: Rule> Engine<R> {
                 )
             })
             .collect();
-        let states = self.rule.new_states(&parameters)?;
+        let states = self.rule.new_states(&self.config, &parameters)?;
         for (index, state) in lacking.into_iter().zip(states) {
             let entry = &mut self.parameters.entries[index];
             entry.state = Some((TensorSpec::of(&entry.tensor), state));
@@ -219,11 +220,12 @@ impl<R: Rule> Engine<R> {
                 tensors.insert(key(&entry.name, name), tensor.f_detach()?);
             }
         }
+        // A state must load on a machine with another disk.
+        let stored = R::on_machine(self.config.clone(), &R::Config::default());
         let metadata = Metadata {
             format_version: FORMAT_VERSION,
             optimizer: R::NAME.to_owned(),
-            config: serde_json::to_value(self.rule.stored_config())
-                .map_err(|error| mismatch(error.to_string()))?,
+            config: serde_json::to_value(stored).map_err(|e| mismatch(e.to_string()))?,
             groups: self.parameters.metadata(),
             without_state,
         };
@@ -239,7 +241,9 @@ impl<R: Rule> Engine<R> {
         check_groups(&self.parameters.metadata(), &metadata.groups)?;
         let config = R::Config::deserialize(&metadata.config)
             .map_err(|e| mismatch(format!("its options are not those of `{}` ({e})", R::NAME)))?;
-        let mut rule = self.rule.with_stored_config(config)?;
+        let config = R::on_machine(config, &self.config);
+        config.check()?;
+        let mut rule = R::new(&config);
 
         let stepped: Vec<usize> = (0..self.parameters.entries.len())
             .filter(|&index| {
@@ -258,11 +262,11 @@ impl<R: Rule> Engine<R> {
             })
             .collect();
         // Into new states rather than those in use, so that an error changes nothing.
-        let states = rule.new_states(&parameters)?;
+        let states = rule.new_states(&config, &parameters)?;
         fill::<R>(&parameters, &states, &state.tensors)?;
 
         // Nothing below can fail.
-        self.rule = rule;
+        (self.config, self.rule) = (config, rule);
         for entry in &mut self.parameters.entries {
             entry.state = None;
         }
@@ -353,7 +357,7 @@ macro_rules! optimizer {
             /// Returns the options of this optimizer, or of the state that it loaded.
             #[must_use]
             pub fn config(&self) -> &$config {
-                crate::update_rule::Rule::config(self.engine.rule())
+                &self.engine.config
             }
 
             /// Returns the names of the groups, in the order of
@@ -371,6 +375,16 @@ macro_rules! optimizer {
             #[must_use]
             pub fn state_bytes(&self) -> u64 {
                 self.engine.state_bytes()
+            }
+        }
+
+        impl crate::update_rule::Options for $config {
+            fn check(&self) -> crate::Result<()> {
+                self.validate()
+            }
+
+            fn group_defaults(&self) -> (f64, f64) {
+                (self.learning_rate, self.weight_decay)
             }
         }
 
