@@ -10,7 +10,7 @@ use tch::Tensor;
 use crate::checks::{TensorSpec, bytes, disjoint, gradient_of};
 use crate::parameter_states::GroupedParameters;
 use crate::state_metadata::{
-    GroupMetadata, check_empty, check_groups, check_optimizer, key, mismatch,
+    GroupMetadata, check_groups, check_optimizer, copy, key, mismatch, paired,
 };
 use crate::{OptimizerId, ParamGroup, Result, StateDict};
 
@@ -263,7 +263,12 @@ impl<R: Rule> Engine<R> {
             .collect();
         // Into new states rather than those in use, so that an error changes nothing.
         let states = rule.new_states(&config, &parameters)?;
-        fill::<R>(&parameters, &states, &state.tensors)?;
+        let own = parameters.iter().zip(&states);
+        let own = own.flat_map(|((name, _), state)| {
+            let tensors = R::state_tensors(state).into_iter();
+            tensors.map(|(part, tensor)| (key(name, part), tensor))
+        });
+        copy(paired(own, &state.tensors)?)?;
 
         // Nothing below can fail.
         (self.config, self.rule) = (config, rule);
@@ -277,53 +282,6 @@ impl<R: Rule> Engine<R> {
         self.parameters.restore_rates(&metadata.groups);
         Ok(())
     }
-}
-
-/// Copies stored tensors into new states, after checking that all of them fit.
-fn fill<R: Rule>(
-    parameters: &[(&str, &Tensor)],
-    states: &[R::State],
-    stored: &BTreeMap<String, Tensor>,
-) -> Result<()> {
-    let mut unexpected: BTreeSet<&String> = stored.keys().collect();
-    let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
-    let mut pairs = Vec::new();
-    for ((name, _), state) in parameters.iter().zip(states) {
-        for (tensor_name, to) in R::state_tensors(state) {
-            let key = key(name, tensor_name);
-            let Some(from) = stored.get(&key) else {
-                missing.push(key);
-                continue;
-            };
-            unexpected.remove(&key);
-            // Floating-point dtypes convert to one another; codes (Uint8) do not.
-            let floats = |t: &Tensor| t.is_floating_point();
-            let kinds_fit = from.kind() == to.kind() || (floats(from) && floats(to));
-            if from.size() != to.size() || !kinds_fit {
-                misshapen.push(format!(
-                    "{key} is {:?} {:?} and must be {:?} {:?}",
-                    from.kind(),
-                    from.size(),
-                    to.kind(),
-                    to.size()
-                ));
-                continue;
-            }
-            pairs.push((from, to));
-        }
-    }
-    check_empty([
-        ("missing tensors", missing),
-        (
-            "unexpected tensors",
-            unexpected.into_iter().cloned().collect(),
-        ),
-        ("misshapen tensors", misshapen),
-    ])?;
-    for (from, to) in pairs {
-        to.shallow_clone().f_copy_(from)?;
-    }
-    Ok(())
 }
 
 /// Defines a public optimizer around an [`Engine`], with the methods that all of them have.
