@@ -245,7 +245,7 @@ impl TrainingRun {
             }
         };
         if !graphs.contains(key) {
-            if let Err((error, batch)) = graphs.capture(key.clone(), batch, inputs, loss) {
+            if let Err((error, batch)) = graphs.capture(key.clone(), batch, inputs, &mut *loss) {
                 self.capture.state = State::Off;
                 self.log.say(&format!("cuda graphs not used: {error}"));
                 return self.launch(&batch, loss);

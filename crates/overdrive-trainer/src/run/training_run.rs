@@ -119,7 +119,6 @@ pub(super) struct State {
 /// A step whose log line is not written yet.
 pub(super) struct Stepped {
     pub(super) metrics: StepMetrics,
-    pub(super) totals: StepTotals,
     pub(super) accumulated: AccumulatedStep,
     /// The metric of its evaluation.
     metric: Option<f64>,
@@ -243,7 +242,6 @@ impl TrainingRun {
         }
         self.stepped = Some(Stepped {
             metrics,
-            totals,
             accumulated,
             metric: None,
             improved: false,
