@@ -2,7 +2,6 @@
 
 mod device;
 mod devices_and_models;
-mod estimate;
 mod settings;
 #[cfg(test)]
 mod tests;

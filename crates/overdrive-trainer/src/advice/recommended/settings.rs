@@ -1,4 +1,4 @@
-//! The settings, and the choices among which the first that fits is taken.
+//! The settings, the choices among which the first that fits is taken, and the estimate of their memory.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use overdrive_profiling::DecoderShape;
 use OptimizerName::{Adamw8bit, AdamwTorchFused};
 use TrainedWeights::{All, Lora, Qlora};
 
-use super::{DeviceFacts, DeviceKind, estimate};
+use super::{DeviceFacts, DeviceKind};
 use crate::Result;
 use crate::advice::tuning::TuneCandidate;
 use crate::arguments::{OptimizerName, TrainingArguments};
@@ -19,6 +19,13 @@ use crate::arguments::{OptimizerName, TrainingArguments};
 pub(super) const LEAST_MICRO_BATCH: u64 = 4;
 /// The number of tokens in a micro-batch beyond which a CPU gains nothing: its matmuls are at their peak.
 const MOST_CPU_TOKENS: u64 = 4096;
+
+/// The rank of the adapters.
+const RANK: u64 = 16;
+/// The bytes of a trained weight: fp32 weight, gradient and two moments.
+const TRAINED: u64 = 16;
+/// The bits of a weight in NF4 with double quantization, times 1000.
+const NF4_MILLIBITS: u64 = 4127;
 
 /// The task of a training run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +143,7 @@ impl RecommendedSettings {
                         optim,
                         estimated_bytes: 0,
                     };
-                    settings.estimated_bytes = estimate::peak(&settings, shape, length)?;
+                    settings.estimated_bytes = peak(&settings, shape, length)?;
                     if settings.estimated_bytes <= limit {
                         return Ok(Some(settings));
                     }
@@ -166,6 +173,41 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
             1 << sequences.ilog2()
         }
     }
+}
+
+/// Returns the estimated peak of the tensors in bytes.
+fn peak(settings: &RecommendedSettings, shape: DecoderShape, length: u64) -> Result<u64> {
+    let precision = settings.candidate.precision;
+    let half = precision.autocast_dtype().is_some();
+    let arguments = settings.applied_to(&TrainingArguments {
+        context_length: length,
+        ..TrainingArguments::default()
+    });
+    let all = arguments.memory_plan_of(shape, precision).estimate()?;
+    let stored = if half { 2 } else { 4 };
+    let tables = if shape.tied_embeddings { 1 } else { 2 };
+    let embeddings = tables * shape.vocabulary * shape.hidden;
+    let blocks = shape.parameters() - embeddings;
+    let frozen = match settings.trains {
+        All => return Ok(all.peak),
+        Lora => stored * shape.parameters(),
+        // One matrix at a time is dequantized for a matmul with many rows.
+        Qlora => {
+            stored * embeddings
+                + blocks.div_ceil(8000) * NF4_MILLIBITS
+                + stored * shape.hidden * shape.intermediate
+        }
+    };
+    // An upper bound: beside frozen weights fewer activations are kept.
+    let step = all.activations + all.recomputed.max(all.logits);
+    Ok(frozen + TRAINED * adapters(&shape) + step)
+}
+
+/// Returns the number of weights of adapters of query and value, PEFT's choice for Llama.
+fn adapters(shape: &DecoderShape) -> u64 {
+    let queries = shape.heads * shape.head_dim;
+    let values = shape.kv_heads * shape.head_dim;
+    shape.layers * RANK * (2 * shape.hidden + queries + values)
 }
 
 impl fmt::Display for RecommendedSettings {
