@@ -19,9 +19,9 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
     DpoArgs, DpoArguments, Finetuned, PreferenceTask, REWARD_METRICS, RewardMetrics, RewardTotals,
-    RunEnd, RunOptions, TrainingRun, find_executable_batch_size, print_line, run_main,
+    RunEnd, RunFolder, RunOptions, TrainingRun, print_line, run_main, train_with_batch_that_fits,
 };
-use overdrive_examples::{local_data, local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, repository, write_tuned};
 
 /// Trains a model on preferences: pairs of a chosen and a rejected answer
 #[derive(Parser)]
@@ -49,18 +49,12 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     notes.iter().for_each(|note| say(note));
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
-    arguments.training.check_start(&REWARD_METRICS)?;
-    let tuned = find_executable_batch_size(&mut all, &group, &mut say, |all, say| {
+    arguments.training.check_metric(&REWARD_METRICS)?;
+    RunFolder::check(&all)?;
+    let tuned = train_with_batch_that_fits(&mut all, &group, &mut say, |all, say| {
         train(all, &group, say)
     })?;
-    let end = tuned.summary.end();
-    if group.is_main() {
-        let name = model_name(&tuned.arguments.model_name_or_path);
-        if let Some(results) = tuned.write(&name)? {
-            print_line(results);
-        }
-    }
-    Ok(end)
+    write_tuned(tuned, &group)
 }
 
 /// Trains the stored model, or resumes.
@@ -71,7 +65,7 @@ pub(crate) fn train(
 ) -> Result<Finetuned> {
     let base_model = repository(&all.finetune.model_name_or_path);
     let mut task = PreferenceTask::prepare(all, base_model, group, &mut *say)?;
-    let folder = all.open_or_create_folder(group)?;
+    let folder = RunFolder::open_or_create(group, all)?;
     say(&format!("run folder  {}", folder.root().display()));
     let arguments = &mut all.finetune;
     arguments.training.continue_in(&folder);

@@ -18,10 +18,10 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunOptions,
-    TrainingRun, batch_loss, find_executable_batch_size, print_line, run_main,
+    FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd, RunFolder,
+    RunOptions, TrainingRun, batch_loss, print_line, run_main, train_with_batch_that_fits,
 };
-use overdrive_examples::{local_data, local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, repository, write_tuned};
 
 /// Fine-tunes a model on prompts and responses
 #[derive(Parser)]
@@ -55,19 +55,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         }
     };
     notes.iter().for_each(|note| say(note));
-    finish(finetune(&arguments, &group, true, say)?, &group)
-}
-
-/// Writes the results on rank 0 unless the run was interrupted, and returns on all ranks how the run ended.
-pub(crate) fn finish(tuned: Finetuned, group: &ProcessGroup) -> Result<RunEnd> {
-    let end = tuned.summary.end();
-    if group.is_main() {
-        let name = model_name(&tuned.arguments.model_name_or_path);
-        if let Some(results) = tuned.write(&name)? {
-            print_line(results);
-        }
-    }
-    Ok(end)
+    write_tuned(finetune(&arguments, &group, true, say)?, &group)
 }
 
 /// Trains with each method in turn, always starting from the stored model, without writing any files.
@@ -90,12 +78,13 @@ pub(crate) fn finetune(
     let mut arguments = arguments.clone();
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     arguments.training.data = local_data(&arguments.training.data)?;
+    arguments.training.check_metric(&[])?;
     match writes {
-        true => arguments.training.check_start(&[])?,
+        true => RunFolder::check(&arguments)?,
         // Without a folder there are no snapshots.
         false => arguments.training.resume_from_checkpoint = None,
     }
-    find_executable_batch_size(&mut arguments, group, &mut say, |arguments, say| {
+    train_with_batch_that_fits(&mut arguments, group, &mut say, |arguments, say| {
         train(arguments, group, writes, say)
     })
 }
@@ -111,7 +100,7 @@ fn train(
     let mut task = FinetuneTask::prepare(arguments, base_model, group, &mut *say)?;
     let mut folder = None;
     if writes {
-        let opened = arguments.open_or_create_folder(group)?;
+        let opened = RunFolder::open_or_create(group, arguments)?;
         say(&format!("run folder  {}", opened.root().display()));
         arguments.training.continue_in(&opened);
         folder = Some(opened);

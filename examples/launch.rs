@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::Parser;
-use overdrive::distributed::{Error, Launch, LaunchOutcome};
+use overdrive::distributed::{Error, Launch};
 use overdrive::trainer::Interrupt;
 use overdrive_examples::{RunEnd, run_main};
 
@@ -69,9 +69,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         .kill_when(Arc::clone(&kill))
         .run();
     Ok(match ended {
-        Ok(LaunchOutcome::Finished) => RunEnd::Finished,
-        Ok(LaunchOutcome::Saved) => RunEnd::Saved,
-        Ok(_) => RunEnd::NotSaved,
+        Ok(end) => end,
         // They did not fail: the second Ctrl-C has killed them.
         Err(Error::Launched { .. }) if kill.load(Ordering::SeqCst) => RunEnd::NotSaved,
         Err(Error::Common(

@@ -22,9 +22,8 @@ use overdrive::hub::{HubOptions, data_paths};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
     self, DataShard, Evaluation, RunEnd, RunFolder, RunOptions, Severity, TextData, TrainArgs,
-    TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate,
-    find_executable_batch_size, model_flops, new_model, print_line, run_main, snapshot_files,
-    write_results,
+    TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate, model_flops, new_model,
+    print_line, run_main, snapshot_files, train_with_batch_that_fits, write_results,
 };
 use overdrive::transformer::CausalLm;
 
@@ -65,7 +64,8 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));
     }
-    arguments.check_start(&["bits_per_byte"])?;
+    RunFolder::check(&arguments)?;
+    arguments.check_metric(&["bits_per_byte"])?;
     if flags.check {
         let found = arguments.check_run(device, group.world_size())?;
         say(&found.to_string());
@@ -83,7 +83,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     for finding in arguments.start_warnings(&data, device, group.world_size())? {
         say(&format!("warning     {}; {}", finding.what, finding.remedy));
     }
-    find_executable_batch_size(&mut arguments, &group, say, |arguments, say| {
+    train_with_batch_that_fits(&mut arguments, &group, say, |arguments, say| {
         train(arguments, &data, precision, &group, say)
     })
 }

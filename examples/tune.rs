@@ -134,8 +134,7 @@ fn processors() -> usize {
 
 /// Returns the precisions to try: the given one, or the recommended one and fp32.
 fn precisions(arguments: &TrainingArguments, device: Device) -> Vec<Precision> {
-    let given = arguments.bf16 || arguments.fp16 || arguments.tf32.is_some();
-    if given || !arguments.auto_precision {
+    if arguments.selects_precision() || !arguments.auto_precision {
         return vec![arguments.precision()];
     }
     match Precision::recommend(device).precision {

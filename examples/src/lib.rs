@@ -17,6 +17,7 @@ mod progress;
 mod speed;
 mod template_flags;
 mod text_tokens;
+mod tuned;
 pub mod words;
 
 use std::io::{Write, stdout};
@@ -41,6 +42,7 @@ pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 pub use template_flags::TemplateFlags;
 pub use text_tokens::TextTokens;
+pub use tuned::write_tuned;
 
 /// Writes `text` to stdout and flushes it, so that each token appears as it is generated.
 pub fn print_now(text: &str) -> std::io::Result<()> {

@@ -169,18 +169,13 @@ fn search<B: Copy, T, E>(
     let mut tried = Vec::new();
     loop {
         tried.push(size(batch));
-        // `AssertUnwindSafe`: the function is documented to start over, so it does not rely on the state
-        // that a panic left behind.
-        let last = match catch_unwind(AssertUnwindSafe(|| function(batch))) {
+        let last = match attempt(|| function(batch)) {
             Ok(Ok(value)) => return Ok(ExecutableBatch { batch, value }),
             Ok(Err(error)) => match out_of_memory(&error) {
                 Some(message) => message,
                 None => return Err(SearchError::Failed(error)),
             },
-            Err(payload) => match panicked_out_of_memory(payload.as_ref()) {
-                Some(message) => message,
-                None => resume_unwind(payload),
-            },
+            Err(message) => message,
         };
         empty_caches();
         match next(batch)? {
@@ -188,6 +183,25 @@ fn search<B: Copy, T, E>(
             None => return Err(SearchError::NothingFits { tried, last }),
         }
     }
+}
+
+/// Calls `function`, which starts over at each call: it must not rely on state that a panic has left behind. Panics of tch
+/// because memory ran out, such as those of `Tensor::zeros`, become errors; other panics resume.
+///
+/// # Errors
+/// The message of the panic. An error of `function` is in the value.
+///
+/// ```
+/// use overdrive_accumulation::attempt;
+/// use tch::TchError;
+///
+/// let trained = attempt(|| Err::<(), _>(TchError::Torch("a matrix is singular".into())));
+/// assert!(matches!(trained, Ok(Err(_))));
+/// ```
+pub fn attempt<T, E>(function: impl FnOnce() -> Result<T, E>) -> Result<Result<T, E>, String> {
+    catch_unwind(AssertUnwindSafe(function)).map_err(|payload| {
+        panicked_out_of_memory(payload.as_ref()).unwrap_or_else(|| resume_unwind(payload))
+    })
 }
 
 /// Returns the message of an error that says that memory ran out, itself or in one of its sources.

@@ -65,7 +65,7 @@ mod window;
 pub use accumulator::{AccumulatedStep, GradientAccumulator};
 pub use batch_plan::BatchPlan;
 pub use batch_size_search::{
-    ExecutableBatch, SearchError, find_executable_batch_plan, find_executable_batch_size,
+    ExecutableBatch, SearchError, attempt, find_executable_batch_plan, find_executable_batch_size,
     find_executable_batch_size_with,
 };
 pub use config::AccumulationConfig;

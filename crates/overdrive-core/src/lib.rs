@@ -55,7 +55,9 @@ pub mod units;
 pub use check::{
     Number, check_at_least, check_fraction, check_non_negative, check_option, check_positive,
 };
-pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE};
+pub use constants::{
+    IGNORE_INDEX, INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, RunEnd, SAVED_EXIT_CODE,
+};
 pub use error::{Error, Result};
 pub use network::is_loopback;
 pub use output::{OutputFolder, UnfinishedOutput, check_not_read, is_same_file};

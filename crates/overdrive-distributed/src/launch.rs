@@ -13,7 +13,7 @@ use overdrive_sys::c10d::{Store, StoreRole};
 use overdrive_sys::process::terminate_with_parent;
 
 use overdrive_core::{
-    INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE, print_error_line,
+    INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, RunEnd, SAVED_EXIT_CODE, print_error_line,
 };
 
 use crate::launcher_watch::STOP_GRACE;
@@ -23,20 +23,6 @@ use crate::{Error, Result};
 const LAST_LINES: usize = 8;
 /// The interval at which the processes are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// The outcome of a launch without errors.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum LaunchOutcome {
-    /// Every process exited successfully.
-    Finished,
-    /// At least one process was interrupted and exited with [`SAVED_EXIT_CODE`]: the run resumes when it is
-    /// started again.
-    Saved,
-    /// At least one process was interrupted and exited with [`INTERRUPTED_EXIT_CODE`]: its last step is in no
-    /// snapshot.
-    NotSaved,
-}
 
 /// Starts `nproc` processes of a program with the variables of torchrun, prefixes their output with the
 /// rank, ends all when one fails, and returns the first error.
@@ -149,12 +135,12 @@ impl Launch {
     }
 
     /// Runs until all processes have ended. A process that exits with [`SAVED_EXIT_CODE`] or
-    /// [`INTERRUPTED_EXIT_CODE`] has not failed.
+    /// [`INTERRUPTED_EXIT_CODE`] has not failed: the end of the launch is that of the process that has saved least.
     ///
     /// # Errors
     /// [`Error::Launched`] with the first process that failed for a reason of its own (one that only lost another exits
     /// with [`LOST_PEER_EXIT_CODE`]) and its last output; [`Error::Common`] if the program cannot be started.
-    pub fn run(&self) -> Result<LaunchOutcome> {
+    pub fn run(&self) -> Result<RunEnd> {
         overdrive_core::check_at_least("nproc", self.nproc, 1)?;
         let (_store, port) =
             // Port 0: the system chooses a free one, so that two launches on a machine do not collide.
@@ -183,7 +169,7 @@ impl Launch {
         is_set(self.stop.as_ref()) || is_set(self.kill.as_ref())
     }
 
-    fn run_once(&self, port: u16, restart: usize) -> Result<LaunchOutcome> {
+    fn run_once(&self, port: u16, restart: usize) -> Result<RunEnd> {
         let mut running = Running(Vec::new());
         for rank in 0..self.nproc {
             running.0.push(self.spawn(rank, port, restart)?);
@@ -207,9 +193,9 @@ impl Launch {
         }
         running.drain_output();
         match first_failure {
-            None if running.any_exited_with(INTERRUPTED_EXIT_CODE) => Ok(LaunchOutcome::NotSaved),
-            None if running.any_exited_with(SAVED_EXIT_CODE) => Ok(LaunchOutcome::Saved),
-            None => Ok(LaunchOutcome::Finished),
+            None if running.any_exited_with(INTERRUPTED_EXIT_CODE) => Ok(RunEnd::NotSaved),
+            None if running.any_exited_with(SAVED_EXIT_CODE) => Ok(RunEnd::Saved),
+            None => Ok(RunEnd::Finished),
             Some((rank, status, _)) => Err(Error::Launched {
                 rank,
                 status: status.to_string(),

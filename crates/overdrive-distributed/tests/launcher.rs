@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{scenario, worker_arguments};
-use overdrive_distributed::{Error, Launch, LaunchOutcome};
+use overdrive_distributed::{Error, Launch, RunEnd};
 
 /// The program of a rank; the file that it writes tells the test that it runs, and whether it saved.
 #[test]
@@ -202,7 +202,7 @@ fn the_store_of_ranks_on_one_machine_listens_on_loopback_only() {
         for (name, value) in variables {
             started.launch = started.launch.env(name, value);
         }
-        assert_eq!(started.launch.run().unwrap(), LaunchOutcome::Finished);
+        assert_eq!(started.launch.run().unwrap(), RunEnd::Finished);
         for rank in ["0", "1"] {
             let text = std::fs::read_to_string(started.folder.path().join(rank)).unwrap();
             assert_eq!(text, "false true", "rank {rank} {variables:?}");
@@ -251,10 +251,7 @@ fn wait_for_files(folder: &Path, names: &[&str]) {
 }
 
 /// Runs the launch and sets the flags once both ranks run.
-fn stopped(
-    started: &Started,
-    flags: &[&AtomicBool],
-) -> overdrive_distributed::Result<LaunchOutcome> {
+fn stopped(started: &Started, flags: &[&AtomicBool]) -> overdrive_distributed::Result<RunEnd> {
     std::thread::scope(|scope| {
         let running = scope.spawn(|| started.launch.run());
         wait_for(started.folder.path());
@@ -268,10 +265,7 @@ fn stopped(
 #[test]
 fn a_stopped_launch_lets_the_ranks_save_and_returns_saved() {
     let started = start("saves");
-    assert_eq!(
-        stopped(&started, &[&started.stop]).unwrap(),
-        LaunchOutcome::Saved
-    );
+    assert_eq!(stopped(&started, &[&started.stop]).unwrap(), RunEnd::Saved);
     for rank in ["0", "1"] {
         let text = std::fs::read_to_string(started.folder.path().join(rank)).unwrap();
         assert_eq!(text, "saved");
@@ -281,10 +275,7 @@ fn a_stopped_launch_lets_the_ranks_save_and_returns_saved() {
 #[test]
 fn one_rank_that_saved_is_enough() {
     let started = start("one_saves");
-    assert_eq!(
-        stopped(&started, &[&started.stop]).unwrap(),
-        LaunchOutcome::Saved
-    );
+    assert_eq!(stopped(&started, &[&started.stop]).unwrap(), RunEnd::Saved);
 }
 
 #[test]
@@ -292,7 +283,7 @@ fn a_rank_that_has_not_saved_makes_the_launch_one_that_has_not() {
     let started = start("not_saved");
     assert_eq!(
         stopped(&started, &[&started.stop]).unwrap(),
-        LaunchOutcome::NotSaved
+        RunEnd::NotSaved
     );
 }
 

@@ -132,9 +132,7 @@ optimizer! {
 
 /// The rule of [`Adafactor`].
 #[derive(Debug)]
-pub(crate) struct AdafactorRule {
-    config: AdafactorConfig,
-}
+pub(crate) struct AdafactorRule;
 
 /// The state of one parameter.
 #[derive(Debug)]
@@ -156,20 +154,15 @@ impl Rule for AdafactorRule {
     type Config = AdafactorConfig;
     type State = AdafactorState;
 
-    fn new(config: AdafactorConfig) -> Result<Self> {
-        config.validate()?;
-        Ok(Self { config })
+    fn new(_: &AdafactorConfig) -> Self {
+        Self
     }
 
-    fn config(&self) -> &AdafactorConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdafactorState>> {
+    fn new_states(
+        &mut self,
+        config: &AdafactorConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<AdafactorState>> {
         let state = |tensor: &Tensor| -> Result<AdafactorState> {
             let options = (state_kind(tensor), tensor.device());
             let size = tensor.size();
@@ -187,7 +180,7 @@ impl Rule for AdafactorRule {
             };
             Ok(AdafactorState {
                 step: Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?,
-                exp_avg: (self.config.beta1.is_some())
+                exp_avg: (config.beta1.is_some())
                     .then(|| Tensor::f_zeros(&size[..], options))
                     .transpose()?,
                 squares,
@@ -208,8 +201,8 @@ impl Rule for AdafactorRule {
         parts
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, AdafactorState>>) -> Result<()> {
-        jobs.into_iter().try_for_each(|job| self.step_one(job))
+    fn step(&mut self, config: &AdafactorConfig, jobs: Vec<Job<'_, AdafactorState>>) -> Result<()> {
+        jobs.into_iter().try_for_each(|job| step_one(config, job))
     }
 }
 
@@ -220,107 +213,108 @@ fn state_kind(tensor: &Tensor) -> Kind {
     }
 }
 
-impl AdafactorRule {
-    fn step_one(&self, job: Job<'_, AdafactorState>) -> Result<()> {
-        let config = &self.config;
-        let _ = job.state.step.f_add_scalar_(1.0)?;
-        let step = step_count(&job.state.step)?;
-        let rate = if config.relative_step {
-            let least = if config.warmup_init {
-                1e-6 * step
-            } else {
-                1e-2
-            };
-            f64::min(least, 1.0 / step.sqrt())
+fn step_one(config: &AdafactorConfig, job: Job<'_, AdafactorState>) -> Result<()> {
+    let _ = job.state.step.f_add_scalar_(1.0)?;
+    let step = step_count(&job.state.step)?;
+    let rate = if config.relative_step {
+        let least = if config.warmup_init {
+            1e-6 * step
         } else {
-            job.learning_rate
+            1e-2
         };
-        // In f64, as transformers computes these scalars in Python.
-        let update = FactoredUpdate {
-            beta2: 1.0 - step.powf(config.decay_rate),
-            eps: config.eps.0,
-            clip_threshold: config.clip_threshold,
-            learning_rate: rate,
-            weight_decay: job.weight_decay,
-            scale_floor: config.scale_parameter.then_some(config.eps.1),
-        };
-        let parameter = &job.parameter;
-        // The kernel's conditions.
-        let on_slices = parameter.device() == Device::Cpu
-            && parameter.kind() == Kind::Float
-            && parameter.dim() == 2
-            && parameter.is_contiguous();
-        match &job.state.squares {
-            Squares::Factored { rows, columns } if on_slices && job.state.exp_avg.is_none() => {
-                let gradient = job.gradient.f_contiguous()?;
-                adafactor_step(&update, parameter, &gradient, rows, columns)
-            }
-            _ => self.by_operators(&update, job),
+        f64::min(least, 1.0 / step.sqrt())
+    } else {
+        job.learning_rate
+    };
+    // In f64, as transformers computes these scalars in Python.
+    let update = FactoredUpdate {
+        beta2: 1.0 - step.powf(config.decay_rate),
+        eps: config.eps.0,
+        clip_threshold: config.clip_threshold,
+        learning_rate: rate,
+        weight_decay: job.weight_decay,
+        scale_floor: config.scale_parameter.then_some(config.eps.1),
+    };
+    let parameter = &job.parameter;
+    // The kernel's conditions.
+    let on_slices = parameter.device() == Device::Cpu
+        && parameter.kind() == Kind::Float
+        && parameter.dim() == 2
+        && parameter.is_contiguous();
+    match &job.state.squares {
+        Squares::Factored { rows, columns } if on_slices && job.state.exp_avg.is_none() => {
+            let gradient = job.gradient.f_contiguous()?;
+            adafactor_step(&update, parameter, &gradient, rows, columns)
         }
+        _ => by_operators(config.beta1, &update, job),
     }
+}
 
-    fn by_operators(&self, numbers: &FactoredUpdate, job: Job<'_, AdafactorState>) -> Result<()> {
-        let kind = state_kind(&job.parameter);
-        // The means of no elements are NaN.
-        if job.parameter.numel() == 0 {
-            return Ok(());
-        }
-        let gradient = job.gradient.f_to_kind(kind)?;
-        // In at least float32: half-precision squares underflow.
-        let mut parameter = job.parameter.f_to_kind(kind)?;
-        // A scalar on the device, so that the host does not wait for the root mean square.
-        let rate = match numbers.scale_floor {
-            Some(floor) => {
-                let scale = root_mean_square(&parameter)?.f_clamp_min(floor)?;
-                scale.f_mul_scalar(numbers.learning_rate)?
-            }
-            None => Tensor::f_full(
-                [0i64; 0],
-                numbers.learning_rate,
-                (kind, job.parameter.device()),
-            )?,
-        };
-        let squares = gradient.f_square()?.f_add_scalar(numbers.eps)?;
-        let average = |average: &Tensor, value: &Tensor| -> Result<()> {
-            let mut average = average.shallow_clone();
-            let _ = average.f_mul_scalar_(numbers.beta2)?;
-            let _ = average.f_add_(&value.f_mul_scalar(1.0 - numbers.beta2)?)?;
-            Ok(())
-        };
-        let mut update = match &job.state.squares {
-            Squares::Factored { rows, columns } => {
-                let mean = |dim: i64| squares.f_mean_dim(Some([dim].as_slice()), false, kind);
-                average(rows, &mean(-1)?)?;
-                average(columns, &mean(-2)?)?;
-                let of_rows = rows.f_mean_dim(Some([-1i64].as_slice()), true, kind)?;
-                // Divided by their mean, so that the product with the columns has the scale of the squares.
-                let row_factor = rows.f_div(&of_rows)?.f_rsqrt()?.f_unsqueeze(-1)?;
-                let column_factor = columns.f_rsqrt()?.f_unsqueeze(-2)?;
-                row_factor.f_mul(&column_factor)?.f_mul(&gradient)?
-            }
-            Squares::Whole(whole) => {
-                average(whole, &squares)?;
-                whole.f_rsqrt()?.f_mul(&gradient)?
-            }
-        };
-        let clip = root_mean_square(&update)?.f_div_scalar(numbers.clip_threshold)?;
-        // Only scaled down: a small update is not enlarged.
-        let _ = update.f_div_(&clip.f_clamp_min(1.0)?)?;
-        let _ = update.f_mul_(&rate)?;
-        if let (Some(average), Some(beta1)) = (&mut job.state.exp_avg, self.config.beta1) {
-            let _ = average.f_mul_scalar_(beta1)?;
-            let _ = average.f_add_(&update.f_mul_scalar(1.0 - beta1)?)?;
-            update = average.shallow_clone();
-        }
-        if numbers.weight_decay != 0.0 {
-            let kept = rate
-                .f_mul_scalar(-numbers.weight_decay)?
-                .f_add_scalar(1.0)?;
-            parameter = parameter.f_mul(&kept)?;
-        }
-        let moved = parameter.f_sub(&update)?;
-        Ok(job.parameter.shallow_clone().f_copy_(&moved)?)
+fn by_operators(
+    beta1: Option<f64>,
+    numbers: &FactoredUpdate,
+    job: Job<'_, AdafactorState>,
+) -> Result<()> {
+    let kind = state_kind(&job.parameter);
+    // The means of no elements are NaN.
+    if job.parameter.numel() == 0 {
+        return Ok(());
     }
+    let gradient = job.gradient.f_to_kind(kind)?;
+    // In at least float32: half-precision squares underflow.
+    let mut parameter = job.parameter.f_to_kind(kind)?;
+    // A scalar on the device, so that the host does not wait for the root mean square.
+    let rate = match numbers.scale_floor {
+        Some(floor) => {
+            let scale = root_mean_square(&parameter)?.f_clamp_min(floor)?;
+            scale.f_mul_scalar(numbers.learning_rate)?
+        }
+        None => Tensor::f_full(
+            [0i64; 0],
+            numbers.learning_rate,
+            (kind, job.parameter.device()),
+        )?,
+    };
+    let squares = gradient.f_square()?.f_add_scalar(numbers.eps)?;
+    let average = |average: &Tensor, value: &Tensor| -> Result<()> {
+        let mut average = average.shallow_clone();
+        let _ = average.f_mul_scalar_(numbers.beta2)?;
+        let _ = average.f_add_(&value.f_mul_scalar(1.0 - numbers.beta2)?)?;
+        Ok(())
+    };
+    let mut update = match &job.state.squares {
+        Squares::Factored { rows, columns } => {
+            let mean = |dim: i64| squares.f_mean_dim(Some([dim].as_slice()), false, kind);
+            average(rows, &mean(-1)?)?;
+            average(columns, &mean(-2)?)?;
+            let of_rows = rows.f_mean_dim(Some([-1i64].as_slice()), true, kind)?;
+            // Divided by their mean, so that the product with the columns has the scale of the squares.
+            let row_factor = rows.f_div(&of_rows)?.f_rsqrt()?.f_unsqueeze(-1)?;
+            let column_factor = columns.f_rsqrt()?.f_unsqueeze(-2)?;
+            row_factor.f_mul(&column_factor)?.f_mul(&gradient)?
+        }
+        Squares::Whole(whole) => {
+            average(whole, &squares)?;
+            whole.f_rsqrt()?.f_mul(&gradient)?
+        }
+    };
+    let clip = root_mean_square(&update)?.f_div_scalar(numbers.clip_threshold)?;
+    // Only scaled down: a small update is not enlarged.
+    let _ = update.f_div_(&clip.f_clamp_min(1.0)?)?;
+    let _ = update.f_mul_(&rate)?;
+    if let (Some(average), Some(beta1)) = (&mut job.state.exp_avg, beta1) {
+        let _ = average.f_mul_scalar_(beta1)?;
+        let _ = average.f_add_(&update.f_mul_scalar(1.0 - beta1)?)?;
+        update = average.shallow_clone();
+    }
+    if numbers.weight_decay != 0.0 {
+        let kept = rate
+            .f_mul_scalar(-numbers.weight_decay)?
+            .f_add_scalar(1.0)?;
+        parameter = parameter.f_mul(&kept)?;
+    }
+    let moved = parameter.f_sub(&update)?;
+    Ok(job.parameter.shallow_clone().f_copy_(&moved)?)
 }
 
 fn root_mean_square(tensor: &Tensor) -> Result<Tensor> {

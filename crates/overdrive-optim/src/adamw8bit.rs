@@ -104,9 +104,7 @@ optimizer! {
 
 /// The rule of [`AdamW8bit`], with states in memory.
 #[derive(Debug)]
-pub(crate) struct Adam8 {
-    config: AdamW8bitConfig,
-}
+pub(crate) struct Adam8;
 
 /// The state of one parameter, in memory or elsewhere.
 #[derive(Debug)]
@@ -204,26 +202,21 @@ impl Rule for Adam8 {
     type Config = AdamW8bitConfig;
     type State = AdamState;
 
-    fn new(config: AdamW8bitConfig) -> Result<Self> {
-        config.validate()?;
-        Ok(Self { config })
+    fn new(_: &AdamW8bitConfig) -> Self {
+        Self
     }
 
-    fn config(&self) -> &AdamW8bitConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdamState>> {
+    fn new_states(
+        &mut self,
+        config: &AdamW8bitConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<AdamState>> {
         // Nothing is paged: the pager allocates all states in memory.
         let mut pager = Pager::new(PagingConfig::default());
         AdamState::allocate(
             &mut pager,
             parameters,
-            |name, tensor| self.config.wants_8bit(name, tensor),
+            |name, tensor| config.wants_8bit(name, tensor),
             |_| false,
         )
     }
@@ -232,16 +225,16 @@ impl Rule for Adam8 {
         state.tensors()
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
+    fn step(&mut self, config: &AdamW8bitConfig, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
         let mut joint = JointUpdate::default();
         for job in jobs {
             let numbers = AdamNumbers::new(
                 job.state.count()?,
                 job.learning_rate,
                 job.weight_decay,
-                self.config.betas,
-                self.config.eps,
-                self.config.maximize,
+                config.betas,
+                config.eps,
+                config.maximize,
             );
             let (parameter, gradient) = (&job.parameter, &job.gradient);
             if has_kernel(parameter, job.state) {

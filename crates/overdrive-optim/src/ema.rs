@@ -1,6 +1,5 @@
 //! An exponential moving average of weights.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use overdrive_core::{check_option, check_positive};
@@ -9,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
 
 use crate::checks::{TensorSpec, check_distinct, check_writable, unsupported_kind};
-use crate::state_metadata::{check_empty, mismatch};
+use crate::state_metadata::{copy, mismatch, paired};
 use crate::{Error, Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
@@ -319,40 +318,8 @@ impl Ema {
             )));
         }
         metadata.ema.validate()?;
-        let own: BTreeMap<&str, &Tensor> = self
-            .names
-            .iter()
-            .map(String::as_str)
-            .zip(&self.averages)
-            .collect();
-        let missing = own
-            .keys()
-            .filter(|name| !state.tensors.contains_key(**name));
-        let unexpected: BTreeSet<&String> = state
-            .tensors
-            .keys()
-            .filter(|name| !own.contains_key(name.as_str()))
-            .collect();
-        let misshapen = own.iter().filter_map(|(name, average)| {
-            let stored = state.tensors.get(*name)?;
-            let (found, expected) = (stored.size(), average.size());
-            (found != expected)
-                .then(|| format!("{name} has shape {found:?} and must have {expected:?}"))
-        });
-        check_empty([
-            (
-                "missing tensors",
-                missing.map(ToString::to_string).collect(),
-            ),
-            (
-                "unexpected tensors",
-                unexpected.into_iter().cloned().collect(),
-            ),
-            ("misshapen tensors", misshapen.collect()),
-        ])?;
-        for (name, average) in own {
-            average.shallow_clone().f_copy_(&state.tensors[name])?;
-        }
+        let own = self.names.iter().cloned().zip(&self.averages);
+        copy(paired(own, &state.tensors)?)?;
         // The dtype of the averages was fixed when they were created.
         self.config = EmaConfig {
             float32: self.config.float32,

@@ -74,29 +74,22 @@ optimizer! {
 
 /// The rule of [`Lion`].
 #[derive(Debug)]
-pub(crate) struct LionRule {
-    config: LionConfig,
-}
+pub(crate) struct LionRule;
 
 impl Rule for LionRule {
     const NAME: &'static str = "lion";
     type Config = LionConfig;
     type State = Tensor;
 
-    fn new(config: LionConfig) -> Result<Self> {
-        config.validate()?;
-        Ok(Self { config })
+    fn new(_: &LionConfig) -> Self {
+        Self
     }
 
-    fn config(&self) -> &LionConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Tensor>> {
+    fn new_states(
+        &mut self,
+        _: &LionConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<Tensor>> {
         let state = |tensor: &Tensor| {
             // A half-precision momentum would lose the small updates of beta2 = 0.99.
             let kind = match tensor.kind() {
@@ -112,10 +105,10 @@ impl Rule for LionRule {
         vec![("exp_avg", state)]
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
+    fn step(&mut self, config: &LionConfig, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
         for job in jobs {
             let numbers = LionNumbers {
-                betas: self.config.betas,
+                betas: config.betas,
                 learning_rate: job.learning_rate,
                 decay: 1.0 - job.learning_rate * job.weight_decay,
             };

@@ -143,29 +143,18 @@ optimizer! {
 
 /// The rule of [`Muon`].
 #[derive(Debug)]
-pub(crate) struct MuonRule {
-    config: MuonConfig,
-}
+pub(crate) struct MuonRule;
 
 impl Rule for MuonRule {
     const NAME: &'static str = "muon";
     type Config = MuonConfig;
     type State = Tensor;
 
-    fn new(config: MuonConfig) -> Result<Self> {
-        config.validate()?;
-        Ok(Self { config })
+    fn new(_: &MuonConfig) -> Self {
+        Self
     }
 
-    fn config(&self) -> &MuonConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
+    fn check_parameter(name: &str, tensor: &Tensor) -> Result<()> {
         if tensor.dim() == 2 {
             return Ok(());
         }
@@ -175,7 +164,11 @@ impl Rule for MuonRule {
         })
     }
 
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Tensor>> {
+    fn new_states(
+        &mut self,
+        _: &MuonConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<Tensor>> {
         let zeros = |(_, tensor): &(&str, &Tensor)| Ok(tensor.f_zeros_like()?);
         parameters.iter().map(zeros).collect()
     }
@@ -184,20 +177,20 @@ impl Rule for MuonRule {
         vec![("momentum_buffer", state)]
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
+    fn step(&mut self, config: &MuonConfig, jobs: Vec<Job<'_, Tensor>>) -> Result<()> {
         for job in jobs {
-            let momentum = self.config.momentum;
+            let momentum = config.momentum;
             // A running average rather than a sum, as in torch.optim.Muon.
             let _ = job.state.f_lerp_(&job.gradient, 1.0 - momentum)?;
-            let update = if self.config.nesterov {
+            let update = if config.nesterov {
                 job.gradient.f_lerp(job.state, momentum)?
             } else {
                 job.state.shallow_clone()
             };
-            let update = self.orthogonalize(&update)?;
+            let update = orthogonalize(config, &update)?;
             let mut parameter = job.parameter;
             let _ = parameter.f_mul_scalar_(1.0 - job.learning_rate * job.weight_decay)?;
-            let rate = job.learning_rate * self.scale(&parameter);
+            let rate = job.learning_rate * scale(config, &parameter);
             // Decay first, as in PyTorch: the update is not decayed.
             let update = update.f_to_kind(parameter.kind())?.f_mul_scalar(-rate)?;
             let _ = parameter.f_add_(&update)?;
@@ -206,44 +199,42 @@ impl Rule for MuonRule {
     }
 }
 
-impl MuonRule {
-    fn scale(&self, parameter: &Tensor) -> f64 {
-        let (rows, columns) = match parameter.size()[..] {
-            [rows, columns] => (rows as f64, columns as f64),
-            _ => (1.0, 1.0),
-        };
-        match self.config.adjust_lr_fn {
-            MuonRate::Original => (rows / columns).max(1.0).sqrt(),
-            MuonRate::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
-        }
+fn scale(config: &MuonConfig, parameter: &Tensor) -> f64 {
+    let (rows, columns) = match parameter.size()[..] {
+        [rows, columns] => (rows as f64, columns as f64),
+        _ => (1.0, 1.0),
+    };
+    match config.adjust_lr_fn {
+        MuonRate::Original => (rows / columns).max(1.0).sqrt(),
+        MuonRate::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
     }
+}
 
-    /// Returns the matrix with its singular values brought close to 1 by a quintic Newton–Schulz iteration.
-    fn orthogonalize(&self, matrix: &Tensor) -> Result<Tensor> {
-        let kind = match (self.config.precision, matrix.device()) {
-            (MuonPrecision::BFloat16, _) | (MuonPrecision::Auto, Device::Cuda(_)) => Kind::BFloat16,
-            _ => Kind::Float,
-        };
-        let (a, b, c) = self.config.ns_coefficients;
-        // Transposed if tall, so that the Gram matrix has the smaller dimension.
-        let tall = matches!(matrix.size()[..], [rows, columns] if rows > columns);
-        let mut x = matrix.f_to_kind(kind)?;
-        if tall {
-            x = x.f_tr()?;
-        }
-        // The iteration converges for singular values up to 1: the spectral norm is at most the Frobenius
-        // norm.
-        x = x.f_div(&x.f_norm()?.f_clamp_min(self.config.eps)?)?;
-        for _ in 0..self.config.ns_steps {
-            let gram = x.f_matmul(&x.f_tr()?)?;
-            let polynomial = addmm(&gram, &gram, &gram, b, c)?;
-            x = addmm(&x, &polynomial, &x, a, 1.0)?;
-        }
-        if tall {
-            x = x.f_tr()?;
-        }
-        Ok(x)
+/// Returns the matrix with its singular values brought close to 1 by a quintic Newton–Schulz iteration.
+fn orthogonalize(config: &MuonConfig, matrix: &Tensor) -> Result<Tensor> {
+    let kind = match (config.precision, matrix.device()) {
+        (MuonPrecision::BFloat16, _) | (MuonPrecision::Auto, Device::Cuda(_)) => Kind::BFloat16,
+        _ => Kind::Float,
+    };
+    let (a, b, c) = config.ns_coefficients;
+    // Transposed if tall, so that the Gram matrix has the smaller dimension.
+    let tall = matches!(matrix.size()[..], [rows, columns] if rows > columns);
+    let mut x = matrix.f_to_kind(kind)?;
+    if tall {
+        x = x.f_tr()?;
     }
+    // The iteration converges for singular values up to 1: the spectral norm is at most the Frobenius
+    // norm.
+    x = x.f_div(&x.f_norm()?.f_clamp_min(config.eps)?)?;
+    for _ in 0..config.ns_steps {
+        let gram = x.f_matmul(&x.f_tr()?)?;
+        let polynomial = addmm(&gram, &gram, &gram, b, c)?;
+        x = addmm(&x, &polynomial, &x, a, 1.0)?;
+    }
+    if tall {
+        x = x.f_tr()?;
+    }
+    Ok(x)
 }
 
 /// Returns `beta · sum + alpha · left @ right`, in one call.

@@ -132,7 +132,6 @@ impl PagedAdamW {
 /// The rule of [`PagedAdamW`].
 #[derive(Debug)]
 pub(crate) struct Paged {
-    config: PagedAdamWConfig,
     pager: Pager,
 }
 
@@ -141,40 +140,26 @@ impl Rule for Paged {
     type Config = PagedAdamWConfig;
     type State = AdamState;
 
-    fn new(config: PagedAdamWConfig) -> Result<Self> {
-        config.validate()?;
+    fn new(config: &PagedAdamWConfig) -> Self {
         let pager = Pager::new(config.paging.clone());
-        Ok(Self { config, pager })
+        Self { pager }
     }
 
-    fn config(&self) -> &PagedAdamWConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    // A state must load on a machine with another disk.
-    fn stored_config(&self) -> PagedAdamWConfig {
+    fn on_machine(config: PagedAdamWConfig, machine: &PagedAdamWConfig) -> PagedAdamWConfig {
         PagedAdamWConfig {
-            paging: PagingConfig::default(),
-            ..self.config.clone()
+            paging: machine.paging.clone(),
+            ..config
         }
     }
 
-    fn with_stored_config(&self, stored: PagedAdamWConfig) -> Result<Self> {
-        Self::new(PagedAdamWConfig {
-            paging: self.config.paging.clone(),
-            ..stored
-        })
-    }
-
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdamState>> {
-        let Self { config, pager } = self;
-        let min_paged = pager.config().min_paged_elements;
+    fn new_states(
+        &mut self,
+        config: &PagedAdamWConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<AdamState>> {
+        let min_paged = config.paging.min_paged_elements;
         AdamState::allocate(
-            pager,
+            &mut self.pager,
             parameters,
             |name, tensor| {
                 config.state_bits == StateBits::Eight
@@ -189,12 +174,12 @@ impl Rule for Paged {
         state.tensors()
     }
 
-    fn paged_bytes(&self, state: &AdamState) -> u64 {
+    fn paged_bytes(state: &AdamState) -> u64 {
         state.paged_bytes()
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
-        let window_bytes = self.pager.config().window_bytes() as usize;
+    fn step(&mut self, config: &PagedAdamWConfig, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
+        let window_bytes = config.paging.window_bytes() as usize;
         let mut copied_from = Vec::new();
         let mut joint = JointUpdate::default();
         for job in jobs {
@@ -202,9 +187,9 @@ impl Rule for Paged {
                 job.state.count()?,
                 job.learning_rate,
                 job.weight_decay,
-                self.config.betas,
-                self.config.eps,
-                self.config.maximize,
+                config.betas,
+                config.eps,
+                config.maximize,
             );
             let first = &job.state.exp_avg;
             if matches!(first.storage, Storage::Memory) && !has_kernel(&job.parameter, job.state) {

@@ -145,10 +145,6 @@ impl Pager {
         Self { config, keep }
     }
 
-    pub(crate) fn config(&self) -> &PagingConfig {
-        &self.config
-    }
-
     /// Allocates all requests, or none.
     pub(crate) fn allocate(&mut self, requests: &[Request]) -> Result<Vec<Allocated>> {
         let on_disk = |request: &Request| request.paged && request.device == Device::Cpu;

@@ -95,9 +95,7 @@ optimizer! {
 
 /// The rule of [`Sgd`].
 #[derive(Debug)]
-pub(crate) struct SgdRule {
-    config: SgdConfig,
-}
+pub(crate) struct SgdRule;
 
 /// The state of one parameter.
 #[derive(Debug)]
@@ -120,21 +118,16 @@ impl Rule for SgdRule {
     type Config = SgdConfig;
     type State = SgdState;
 
-    fn new(config: SgdConfig) -> Result<Self> {
-        config.validate()?;
-        Ok(Self { config })
+    fn new(_: &SgdConfig) -> Self {
+        Self
     }
 
-    fn config(&self) -> &SgdConfig {
-        &self.config
-    }
-
-    fn group_defaults(&self) -> (f64, f64) {
-        (self.config.learning_rate, self.config.weight_decay)
-    }
-
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<SgdState>> {
-        let has_momentum = self.config.momentum != 0.0;
+    fn new_states(
+        &mut self,
+        config: &SgdConfig,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<SgdState>> {
+        let has_momentum = config.momentum != 0.0;
         let state = |tensor: &Tensor| {
             Ok(SgdState {
                 step: Tensor::f_zeros([0i64; 0], (Kind::Float, Device::Cpu))?,
@@ -150,7 +143,7 @@ impl Rule for SgdRule {
         parts
     }
 
-    fn step(&mut self, jobs: Vec<Job<'_, SgdState>>) -> Result<()> {
+    fn step(&mut self, config: &SgdConfig, jobs: Vec<Job<'_, SgdState>>) -> Result<()> {
         let mut batches: Vec<Batch> = Vec::new();
         for mut job in jobs {
             // The first step initializes the momentum with the gradient instead of dampening it.
@@ -194,74 +187,75 @@ impl Rule for SgdRule {
             let momentum = job.state.momentum_buffer.as_ref();
             batch.momenta.extend(momentum.map(Tensor::shallow_clone));
         }
-        batches.iter().try_for_each(|batch| self.apply(batch))
+        batches.iter().try_for_each(|batch| apply(config, batch))
     }
 }
 
-impl SgdRule {
-    fn apply(&self, batch: &Batch) -> Result<()> {
-        let (rate, decay, _, _, first, fused) = batch.key;
-        let (rate, decay) = (f64::from_bits(rate), f64::from_bits(decay));
-        if !fused {
-            return self.apply_plain(batch, rate, decay, first);
-        }
-        let config = &self.config;
-        call(
-            "aten::_fused_sgd_",
-            "",
-            &[
-                Value::Tensors(&batch.parameters),
-                Value::Tensors(&batch.gradients),
-                Value::Tensors(&batch.momenta),
-                Value::Float(decay),
-                Value::Float(config.momentum),
-                Value::Float(rate),
-                Value::Float(config.dampening),
-                Value::Bool(config.nesterov),
-                Value::Bool(config.maximize),
-                Value::Bool(first),
-                Value::None,
-                Value::None,
-            ],
-        )?;
-        Ok(())
+fn apply(config: &SgdConfig, batch: &Batch) -> Result<()> {
+    let (rate, decay, _, _, first, fused) = batch.key;
+    let (rate, decay) = (f64::from_bits(rate), f64::from_bits(decay));
+    if !fused {
+        return apply_plain(config, batch, rate, decay, first);
     }
+    call(
+        "aten::_fused_sgd_",
+        "",
+        &[
+            Value::Tensors(&batch.parameters),
+            Value::Tensors(&batch.gradients),
+            Value::Tensors(&batch.momenta),
+            Value::Float(decay),
+            Value::Float(config.momentum),
+            Value::Float(rate),
+            Value::Float(config.dampening),
+            Value::Bool(config.nesterov),
+            Value::Bool(config.maximize),
+            Value::Bool(first),
+            Value::None,
+            Value::None,
+        ],
+    )?;
+    Ok(())
+}
 
-    fn apply_plain(&self, batch: &Batch, rate: f64, decay: f64, first: bool) -> Result<()> {
-        let config = &self.config;
-        for (index, (parameter, gradient)) in
-            batch.parameters.iter().zip(&batch.gradients).enumerate()
-        {
-            // As in the fused kernel, half precision is computed in fp32 and rounded once.
-            let wide = wide(parameter.kind());
-            let values = parameter.f_to_kind(wide)?;
-            let mut gradient = gradient.f_to_kind(wide)?;
-            if config.maximize {
-                gradient = gradient.f_neg()?;
-            }
-            if decay != 0.0 {
-                gradient = gradient.f_add(&values.f_mul_scalar(decay)?)?;
-            }
-            if let Some(stored) = batch.momenta.get(index) {
-                // PyTorch initializes the momentum with the gradient, without dampening.
-                let momentum = if first {
-                    gradient.shallow_clone()
-                } else {
-                    let kept = stored.f_to_kind(wide)?.f_mul_scalar(config.momentum)?;
-                    kept.f_add(&gradient.f_mul_scalar(1.0 - config.dampening)?)?
-                };
-                stored.shallow_clone().f_copy_(&momentum)?;
-                gradient = if config.nesterov {
-                    gradient.f_add(&momentum.f_mul_scalar(config.momentum)?)?
-                } else {
-                    momentum
-                };
-            }
-            let values = values.f_sub(&gradient.f_mul_scalar(rate)?)?;
-            parameter.shallow_clone().f_copy_(&values)?;
+fn apply_plain(
+    config: &SgdConfig,
+    batch: &Batch,
+    rate: f64,
+    decay: f64,
+    first: bool,
+) -> Result<()> {
+    for (index, (parameter, gradient)) in batch.parameters.iter().zip(&batch.gradients).enumerate()
+    {
+        // As in the fused kernel, half precision is computed in fp32 and rounded once.
+        let wide = wide(parameter.kind());
+        let values = parameter.f_to_kind(wide)?;
+        let mut gradient = gradient.f_to_kind(wide)?;
+        if config.maximize {
+            gradient = gradient.f_neg()?;
         }
-        Ok(())
+        if decay != 0.0 {
+            gradient = gradient.f_add(&values.f_mul_scalar(decay)?)?;
+        }
+        if let Some(stored) = batch.momenta.get(index) {
+            // PyTorch initializes the momentum with the gradient, without dampening.
+            let momentum = if first {
+                gradient.shallow_clone()
+            } else {
+                let kept = stored.f_to_kind(wide)?.f_mul_scalar(config.momentum)?;
+                kept.f_add(&gradient.f_mul_scalar(1.0 - config.dampening)?)?
+            };
+            stored.shallow_clone().f_copy_(&momentum)?;
+            gradient = if config.nesterov {
+                gradient.f_add(&momentum.f_mul_scalar(config.momentum)?)?
+            } else {
+                momentum
+            };
+        }
+        let values = values.f_sub(&gradient.f_mul_scalar(rate)?)?;
+        parameter.shallow_clone().f_copy_(&values)?;
     }
+    Ok(())
 }
 
 /// Returns `true` if libtorch's fused kernel is right for parameters of a device and a dtype. Its kernel for CPUs does not

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use overdrive_core::units::first_few;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tch::Tensor;
 
 use crate::{Error, Result};
 
@@ -83,7 +84,7 @@ pub(crate) fn check_groups(own: &[GroupMetadata], stored: &[GroupMetadata]) -> R
 }
 
 /// Returns an error that lists the names under each heading, or success if there are none.
-pub(crate) fn check_empty<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
+fn check_empty<const N: usize>(findings: [(&str, Vec<String>); N]) -> Result<()> {
     let problems: Vec<String> = findings
         .into_iter()
         .filter(|(_, names)| !names.is_empty())
@@ -94,4 +95,54 @@ pub(crate) fn check_empty<const N: usize>(findings: [(&str, Vec<String>); N]) ->
     } else {
         Err(mismatch(problems.join("; ")))
     }
+}
+
+/// Returns each stored tensor with the one of `own` of the same name that it is copied into, after checking that all of
+/// them fit.
+///
+/// # Errors
+/// [`Error::StateMismatch`] with the missing, unexpected or misshapen tensors.
+pub(crate) fn paired<'t>(
+    own: impl IntoIterator<Item = (String, &'t Tensor)>,
+    stored: &'t BTreeMap<String, Tensor>,
+) -> Result<Vec<(&'t Tensor, &'t Tensor)>> {
+    let mut unexpected: BTreeSet<&String> = stored.keys().collect();
+    let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
+    let mut pairs = Vec::new();
+    for (name, to) in own {
+        let Some(from) = stored.get(&name) else {
+            missing.push(name);
+            continue;
+        };
+        unexpected.remove(&name);
+        // Floating-point dtypes convert to one another; codes (Uint8) do not.
+        let floats = from.is_floating_point() && to.is_floating_point();
+        if from.size() == to.size() && (from.kind() == to.kind() || floats) {
+            pairs.push((from, to));
+        } else {
+            misshapen.push(format!(
+                "{name} is {:?} {:?} and must be {:?} {:?}",
+                from.kind(),
+                from.size(),
+                to.kind(),
+                to.size()
+            ));
+        }
+    }
+    let unexpected = unexpected.into_iter().cloned().collect();
+    check_empty([
+        ("missing tensors", missing),
+        ("unexpected tensors", unexpected),
+        ("misshapen tensors", misshapen),
+    ])?;
+    Ok(pairs)
+}
+
+/// Copies stored tensors, which [`paired`] returns.
+pub(crate) fn copy(pairs: Vec<(&Tensor, &Tensor)>) -> Result<()> {
+    let _no_grad = tch::no_grad_guard();
+    for (from, to) in pairs {
+        to.shallow_clone().f_copy_(from)?;
+    }
+    Ok(())
 }

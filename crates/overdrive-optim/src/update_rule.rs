@@ -11,7 +11,7 @@ use tch::Tensor;
 use crate::checks::{TensorSpec, bytes, disjoint, gradient_of};
 use crate::parameter_states::GroupedParameters;
 use crate::state_metadata::{
-    GroupMetadata, check_empty, check_groups, check_optimizer, key, mismatch,
+    GroupMetadata, check_groups, check_optimizer, copy, key, mismatch, paired,
 };
 use crate::{OptimizerId, ParamGroup, Result, StateDict};
 
@@ -20,52 +20,55 @@ const FORMAT_VERSION: u32 = 1;
 /// The tensors of one parameter's state with their names, in a fixed order.
 pub(crate) type StateTensors<'a> = Vec<(&'static str, &'a Tensor)>;
 
+/// The options of an optimizer, which are stored with its state. The macro [`optimizer`] implements it.
+pub(crate) trait Options: Clone + Debug + Default + Serialize + DeserializeOwned {
+    /// Checks that every option is in its range.
+    fn check(&self) -> Result<()>;
+
+    /// Returns the learning rate and weight decay of groups that set none.
+    fn group_defaults(&self) -> (f64, f64);
+}
+
 /// The update rule of an optimizer, and its state for a parameter.
 pub(crate) trait Rule: Debug + Send + Sized {
     /// The name of the optimizer in stored states.
     const NAME: &'static str;
-    /// The options, which are stored with the state.
-    type Config: Clone + Debug + Serialize + DeserializeOwned;
+    type Config: Options;
     /// The state of a parameter.
     type State: Debug + Send;
 
-    /// Returns the rule, or an error if an option is invalid.
-    fn new(config: Self::Config) -> Result<Self>;
-
-    fn config(&self) -> &Self::Config;
-
-    /// Returns the learning rate and weight decay of groups that set none.
-    fn group_defaults(&self) -> (f64, f64);
+    /// Returns the rule of valid options.
+    fn new(config: &Self::Config) -> Self;
 
     /// Checks that the rule can update a parameter.
-    fn check_parameter(&self, name: &str, tensor: &Tensor) -> Result<()> {
+    fn check_parameter(name: &str, tensor: &Tensor) -> Result<()> {
         let _ = (name, tensor);
         Ok(())
     }
 
     /// Returns new states for parameters that have none. It is called before any update, so that an error
     /// (no memory, no space on the disk) leaves the parameters unchanged.
-    fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<Self::State>>;
+    fn new_states(
+        &mut self,
+        config: &Self::Config,
+        parameters: &[(&str, &Tensor)],
+    ) -> Result<Vec<Self::State>>;
 
     /// Returns the tensors of a state.
     fn state_tensors(state: &Self::State) -> StateTensors<'_>;
 
     /// Performs one step. Gradient recording is disabled, and every job has been checked.
-    fn step(&mut self, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
+    fn step(&mut self, config: &Self::Config, jobs: Vec<Job<'_, Self::State>>) -> Result<()>;
 
-    /// Returns the options that are stored with a state.
-    fn stored_config(&self) -> Self::Config {
-        self.config().clone()
-    }
-
-    /// Returns the rule for the options of a stored state. Options that belong to the machine keep their
-    /// values.
-    fn with_stored_config(&self, stored: Self::Config) -> Result<Self> {
-        Self::new(stored)
+    /// Returns the options `config` with those of `machine` that belong to the machine: they are not stored with a
+    /// state, and a loaded state does not change them.
+    fn on_machine(config: Self::Config, machine: &Self::Config) -> Self::Config {
+        let _ = machine;
+        config
     }
 
     /// Returns the bytes of a state that need not be in memory.
-    fn paged_bytes(&self, state: &Self::State) -> u64 {
+    fn paged_bytes(state: &Self::State) -> u64 {
         let _ = state;
         0
     }
@@ -85,6 +88,7 @@ pub(crate) struct Job<'a, S> {
 #[derive(Debug)]
 pub(crate) struct Engine<R: Rule> {
     id: OptimizerId,
+    pub(crate) config: R::Config,
     rule: R,
     /// Each state with the specification of its parameter when it was created.
     pub(crate) parameters: GroupedParameters<(TensorSpec, R::State)>,
@@ -104,9 +108,11 @@ struct Metadata {
 
 impl<R: Rule> Engine<R> {
     pub(crate) fn new(groups: Vec<ParamGroup>, config: R::Config) -> Result<Self> {
+        config.check()?;
         let mut this = Self {
             id: OptimizerId::unique(),
-            rule: R::new(config)?,
+            rule: R::new(&config),
+            config,
             parameters: GroupedParameters::new(),
         };
         for group in groups {
@@ -116,19 +122,16 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn add_group(&mut self, group: ParamGroup) -> Result<()> {
-        let check = |name: &str, tensor: &Tensor| self.rule.check_parameter(name, tensor);
-        let defaults = self.rule.group_defaults();
-        let added = self.parameters.prepare(group, defaults, check)?;
+        let defaults = self.config.group_defaults();
+        let added = self
+            .parameters
+            .prepare(group, defaults, R::check_parameter)?;
         self.parameters.push(added);
         Ok(())
     }
 
     pub(crate) fn id(&self) -> OptimizerId {
         self.id
-    }
-
-    pub(crate) fn rule(&self) -> &R {
-        &self.rule
     }
 
     fn states(&self) -> impl Iterator<Item = &R::State> {
@@ -147,9 +150,7 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn paged_bytes(&self) -> u64 {
-        self.states()
-            .map(|state| self.rule.paged_bytes(state))
-            .sum()
+        self.states().map(R::paged_bytes).sum()
     }
 
     pub(crate) fn step(&mut self) -> Result<()> {
@@ -182,7 +183,7 @@ impl<R: Rule> Engine<R> {
             .iter()
             .map(|job| job.parameter.shallow_clone())
             .collect();
-        let stepped = self.rule.step(jobs);
+        let stepped = self.rule.step(&self.config, jobs);
         // Kernels write behind libtorch's back, also those of a step that then failed.
         bump_versions(&parameters)?;
         stepped
@@ -206,7 +207,7 @@ impl<R: Rule> Engine<R> {
                 )
             })
             .collect();
-        let states = self.rule.new_states(&parameters)?;
+        let states = self.rule.new_states(&self.config, &parameters)?;
         for (index, state) in lacking.into_iter().zip(states) {
             let entry = &mut self.parameters.entries[index];
             entry.state = Some((TensorSpec::of(&entry.tensor), state));
@@ -227,11 +228,12 @@ impl<R: Rule> Engine<R> {
                 tensors.insert(key(&entry.name, name), tensor.f_detach()?);
             }
         }
+        // A state must load on a machine with another disk.
+        let stored = R::on_machine(self.config.clone(), &R::Config::default());
         let metadata = Metadata {
             format_version: FORMAT_VERSION,
             optimizer: R::NAME.to_owned(),
-            config: serde_json::to_value(self.rule.stored_config())
-                .map_err(|error| mismatch(error.to_string()))?,
+            config: serde_json::to_value(stored).map_err(|e| mismatch(e.to_string()))?,
             groups: self.parameters.metadata(),
             without_state,
         };
@@ -247,7 +249,9 @@ impl<R: Rule> Engine<R> {
         check_groups(&self.parameters.metadata(), &metadata.groups)?;
         let config = R::Config::deserialize(&metadata.config)
             .map_err(|e| mismatch(format!("its options are not those of `{}` ({e})", R::NAME)))?;
-        let mut rule = self.rule.with_stored_config(config)?;
+        let config = R::on_machine(config, &self.config);
+        config.check()?;
+        let mut rule = R::new(&config);
 
         let stepped: Vec<usize> = (0..self.parameters.entries.len())
             .filter(|&index| {
@@ -266,11 +270,16 @@ impl<R: Rule> Engine<R> {
             })
             .collect();
         // Into new states rather than those in use, so that an error changes nothing.
-        let states = rule.new_states(&parameters)?;
-        fill::<R>(&parameters, &states, &state.tensors)?;
+        let states = rule.new_states(&config, &parameters)?;
+        let own = parameters.iter().zip(&states);
+        let own = own.flat_map(|((name, _), state)| {
+            let tensors = R::state_tensors(state).into_iter();
+            tensors.map(|(part, tensor)| (key(name, part), tensor))
+        });
+        copy(paired(own, &state.tensors)?)?;
 
         // Nothing below can fail.
-        self.rule = rule;
+        (self.config, self.rule) = (config, rule);
         for entry in &mut self.parameters.entries {
             entry.state = None;
         }
@@ -281,53 +290,6 @@ impl<R: Rule> Engine<R> {
         self.parameters.restore_rates(&metadata.groups);
         Ok(())
     }
-}
-
-/// Copies stored tensors into new states, after checking that all of them fit.
-fn fill<R: Rule>(
-    parameters: &[(&str, &Tensor)],
-    states: &[R::State],
-    stored: &BTreeMap<String, Tensor>,
-) -> Result<()> {
-    let mut unexpected: BTreeSet<&String> = stored.keys().collect();
-    let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
-    let mut pairs = Vec::new();
-    for ((name, _), state) in parameters.iter().zip(states) {
-        for (tensor_name, to) in R::state_tensors(state) {
-            let key = key(name, tensor_name);
-            let Some(from) = stored.get(&key) else {
-                missing.push(key);
-                continue;
-            };
-            unexpected.remove(&key);
-            // Floating-point dtypes convert to one another; codes (Uint8) do not.
-            let floats = |t: &Tensor| t.is_floating_point();
-            let kinds_fit = from.kind() == to.kind() || (floats(from) && floats(to));
-            if from.size() != to.size() || !kinds_fit {
-                misshapen.push(format!(
-                    "{key} is {:?} {:?} and must be {:?} {:?}",
-                    from.kind(),
-                    from.size(),
-                    to.kind(),
-                    to.size()
-                ));
-                continue;
-            }
-            pairs.push((from, to));
-        }
-    }
-    check_empty([
-        ("missing tensors", missing),
-        (
-            "unexpected tensors",
-            unexpected.into_iter().cloned().collect(),
-        ),
-        ("misshapen tensors", misshapen),
-    ])?;
-    for (from, to) in pairs {
-        to.shallow_clone().f_copy_(from)?;
-    }
-    Ok(())
 }
 
 /// Defines a public optimizer around an [`Engine`], with the methods that all of them have.
@@ -361,7 +323,7 @@ macro_rules! optimizer {
             /// Returns the options of this optimizer, or of the state that it loaded.
             #[must_use]
             pub fn config(&self) -> &$config {
-                crate::update_rule::Rule::config(self.engine.rule())
+                &self.engine.config
             }
 
             /// Returns the names of the groups, in the order of
@@ -379,6 +341,16 @@ macro_rules! optimizer {
             #[must_use]
             pub fn state_bytes(&self) -> u64 {
                 self.engine.state_bytes()
+            }
+        }
+
+        impl crate::update_rule::Options for $config {
+            fn check(&self) -> crate::Result<()> {
+                self.validate()
+            }
+
+            fn group_defaults(&self) -> (f64, f64) {
+                (self.learning_rate, self.weight_decay)
             }
         }
 

@@ -61,9 +61,9 @@ mod run;
 mod tasks;
 
 pub use advice::{
-    Attention, DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, MachineFacts, ModelSize,
-    RecommendedSettings, RunCheck, Severity, Task, TrainedWeights, Trial, TrialEnd, Trials,
-    TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
+    DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, ModelSize, RecommendedSettings, RunCheck,
+    Severity, Task, TrainedWeights, Trial, Trials, TuneCandidate, TuneOptions, TuneOutcome,
+    TuneRow, Tuning,
 };
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, CudaGraphs, DdpBackend, DpoArguments,
@@ -74,10 +74,11 @@ pub use arguments::{
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
-pub use program::{RunEnd, print_line, run_main};
+pub use overdrive_core::{RunEnd, print_line};
+pub use program::run_main;
 pub use run::{
     BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunFolder, RunOptions, RunSummary,
-    StaticInputs, TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
+    StaticInputs, TrainingPlan, TrainingRun, train_with_batch_that_fits, usable_memory,
 };
 pub use tasks::{
     ClassificationTask, DpoOutput, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask,

@@ -4,9 +4,7 @@ use std::error::Error as StdError;
 use std::iter::successors;
 use std::process::ExitCode;
 
-use overdrive_core::{
-    INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, SAVED_EXIT_CODE, print_error_line,
-};
+use overdrive_core::{INTERRUPTED_EXIT_CODE, LOST_PEER_EXIT_CODE, RunEnd, print_error_line};
 use overdrive_sys::without_backtrace;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
@@ -14,38 +12,8 @@ use tracing_subscriber::prelude::*;
 use crate::error::{is_interrupted, of_group};
 use crate::interrupt::end_at_signals;
 
-/// The way in which a run ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RunEnd {
-    /// It is done.
-    Finished,
-    /// A signal ended it, and there is a snapshot of its last step, from which it resumes.
-    Saved,
-    /// A signal ended it, and its last step is in no snapshot.
-    NotSaved,
-}
-
-impl RunEnd {
-    /// Returns the exit code: 0; 75, which tells a supervisor that the same command resumes the run where it stopped;
-    /// or 130.
-    pub fn exit_code(self) -> u8 {
-        match self {
-            Self::Finished => 0,
-            Self::Saved => SAVED_EXIT_CODE,
-            Self::NotSaved => INTERRUPTED_EXIT_CODE,
-        }
-    }
-}
-
-/// A program that returns nothing has done its work.
-impl From<()> for RunEnd {
-    fn from((): ()) -> Self {
-        Self::Finished
-    }
-}
-
-/// Runs the program of a `main` function and returns its exit code: that of the [`RunEnd`], or 0. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
-/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
+/// Runs the program of a `main` function and returns its exit code: that of the [`RunEnd`], or 0. Warnings of the
+/// libraries are printed on stderr (`RUST_LOG` selects other messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
 /// [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the program, and the files that
 /// it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
 /// exit code is 130, as after [`Error::Interrupted`](crate::Error::Interrupted). After an error because another process of
@@ -98,8 +66,6 @@ where
         _ => ExitCode::FAILURE,
     }
 }
-
-pub use overdrive_core::print_line;
 
 /// The variable that selects other messages, as in most Rust programs.
 const SELECTION: &str = "RUST_LOG";

@@ -2,6 +2,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use overdrive_checkpointing::{CheckpointOptions, Schedule};
+use serde::{Deserialize, Serialize};
 
 /// The implementations that compute a model. The results differ only by rounding.
 ///
@@ -45,7 +46,8 @@ impl Default for Execution {
 }
 
 /// The implementations of attention, by transformers' names.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum AttentionImplementation {
     /// `eager`: a matmul, a mask, a softmax and a matmul. Memory grows with the square of the sequence length.
@@ -55,6 +57,12 @@ pub enum AttentionImplementation {
     /// `flash_attention_2`: the best kernel of `overdrive-attention` for the device and the mask; memory grows
     /// with the sequence length.
     #[default]
+    #[serde(
+        rename = "flash_attention_2",
+        alias = "flash",
+        alias = "flash_attention",
+        alias = "flash_attention_3"
+    )]
     Flash,
 }
 

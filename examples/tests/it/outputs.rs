@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use clap::Parser;
-use overdrive::trainer::{FinetuneArguments, TrainingArguments};
+use overdrive::trainer::{FinetuneArguments, RunFolder, TrainingArguments};
 use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
 use overdrive_examples::JsonLines;
 
@@ -111,7 +111,7 @@ fn no_program_writes_over_the_model_that_it_reads_or_over_another_one() {
             },
             ..FinetuneArguments::default()
         };
-        arguments.create_folder()?;
+        RunFolder::create(&arguments)?;
         Ok(())
     };
     type Program<'a> = &'a dyn Fn(&Path) -> anyhow::Result<()>;

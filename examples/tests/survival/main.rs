@@ -11,12 +11,12 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::core::random::Generator;
 use overdrive::core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
-use overdrive::distributed::{Launch, LaunchOutcome, ProcessGroup};
+use overdrive::distributed::{Launch, ProcessGroup, RunEnd};
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
     ResumeFromCheckpoint, RunFolder, RunOptions, RunSummary, SaveStrategy, TextData,
-    TrainingArguments, evaluate, find_executable_batch_size, new_model, snapshot_files,
+    TrainingArguments, evaluate, new_model, snapshot_files, train_with_batch_that_fits,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -132,7 +132,7 @@ fn runs_the_example(config: &Path) {
 
 /// Trains as the example `train` does, without the results at its end.
 fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<RunSummary> {
-    find_executable_batch_size(
+    train_with_batch_that_fits(
         &mut arguments.clone(),
         group,
         |_| {},
@@ -189,7 +189,7 @@ fn tunes(config: &Path) {
     )
     .unwrap();
     let tuned = finetune_example::finetune(&arguments, &group, true, |_| {}).unwrap();
-    let end = finetune_example::finish(tuned, &group).unwrap();
+    let end = overdrive_examples::write_tuned(tuned, &group).unwrap();
     let code = end.exit_code();
     fs::write(
         config.with_file_name(format!("code-{rank}")),

@@ -171,7 +171,7 @@ fn a_stopped_fine_tuning_ends_with_one_code_on_all_processes_and_writes_no_adapt
         let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         let ended = running.join().unwrap().unwrap();
-        assert_eq!(ended, LaunchOutcome::Saved);
+        assert_eq!(ended, RunEnd::Saved);
     });
     for rank in 0..2 {
         let code = fs::read_to_string(shop.path(&format!("code-{rank}"))).unwrap();

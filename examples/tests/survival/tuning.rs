@@ -4,9 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::trainer::decoder_shape;
-use overdrive::trainer::{
-    FinetuneArguments, Interrupt, TrialEnd, Trials, TuneCandidate, TuneOutcome,
-};
+use overdrive::trainer::{FinetuneArguments, Interrupt, Trials, TuneCandidate, TuneOutcome};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
 
 use super::*;
@@ -112,7 +110,7 @@ fn a_trial_is_shorter_than_a_phase_of_the_schedule() {
     };
     let trials = Trials::new(program(&shop), 2, 1);
     let end = trials.run(&arguments, &candidate).unwrap();
-    assert!(matches!(end, TrialEnd::Measured(_)), "{end}");
+    assert!(matches!(end, TuneOutcome::Measured(_)), "{end}");
 }
 
 #[test]

@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_distributed::{
-    GroupConfig, Launch, LaunchOutcome, ProcessGroup, Result, init_process_group,
+    GroupConfig, Launch, ProcessGroup, Result, RunEnd, init_process_group,
 };
 use tch::{Device, Kind, Tensor};
 
 /// The results that the ranks of a scenario wrote, in rank order; `None` for a rank that wrote nothing.
 pub(crate) struct Outcome {
     pub(crate) written: Vec<Option<String>>,
-    pub(crate) launched: Result<LaunchOutcome>,
+    pub(crate) launched: Result<RunEnd>,
 }
 
 impl Outcome {

@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::config::AdamWConfig;
 use crate::checks::{same_layout, step_count};
+use crate::update_rule::StateTensors;
 use crate::{GradScaling, Result};
 
 /// The running averages of one parameter.
@@ -32,6 +33,22 @@ impl Moments {
             max_exp_avg_sq: self.max_exp_avg_sq.as_ref().map(Tensor::shallow_clone),
             master: self.master.as_ref().map(Tensor::shallow_clone),
         }
+    }
+
+    /// Returns the tensors with their names in a stored state, those of PyTorch.
+    pub(super) fn tensors(&self) -> StateTensors<'_> {
+        let mut tensors = vec![
+            ("step", &self.step),
+            ("exp_avg", &self.exp_avg),
+            ("exp_avg_sq", &self.exp_avg_sq),
+        ];
+        tensors.extend(
+            self.max_exp_avg_sq
+                .iter()
+                .map(|largest| ("max_exp_avg_sq", largest)),
+        );
+        tensors.extend(self.master.iter().map(|master| ("master", master)));
+        tensors
     }
 
     /// Sets everything in place to the state before the first step. The caller has switched gradient recording off.

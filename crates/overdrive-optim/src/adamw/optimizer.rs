@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::bucket::{Bucket, Moments, Update};
 use super::config::{AdamWConfig, Implementation};
-use crate::checks::{TensorSpec, gradient_of};
+use crate::checks::{TensorSpec, bytes, gradient_of};
 use crate::parameter_states::{GroupedParameters, Parameter};
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
@@ -139,17 +139,10 @@ impl AdamW {
     /// Returns the bytes of running averages and masters; 0 before the first step.
     #[must_use]
     pub fn state_bytes(&self) -> u64 {
-        use crate::checks::bytes;
-        self.parameters
-            .entries
-            .iter()
-            .filter_map(|parameter| parameter.state.as_ref())
-            .map(|m| {
-                let optional = [&m.max_exp_avg_sq, &m.master].into_iter().flatten();
-                let optional: u64 = optional.map(bytes).sum();
-                bytes(&m.step) + bytes(&m.exp_avg) + bytes(&m.exp_avg_sq) + optional
-            })
-            .sum()
+        let entries = self.parameters.entries.iter();
+        let states = entries.filter_map(|parameter| parameter.state.as_ref());
+        let tensors = states.flat_map(Moments::tensors);
+        tensors.map(|(_, tensor)| bytes(tensor)).sum()
     }
 
     /// Returns `true` if the fused kernel updates this parameter.

@@ -3,22 +3,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::bucket::Moments;
 use super::optimizer::AdamW;
+use crate::parameter_states::Parameter;
 use crate::state_metadata::{
-    GroupMetadata, check_empty, check_groups, check_optimizer, key, mismatch,
+    GroupMetadata, check_groups, check_optimizer, copy, key, mismatch, paired,
 };
 use crate::{Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
 const NAME: &str = "adamw";
-const STEP: &str = "step";
-const EXP_AVG: &str = "exp_avg";
-const EXP_AVG_SQ: &str = "exp_avg_sq";
-const MAX_EXP_AVG_SQ: &str = "max_exp_avg_sq";
-const MASTER: &str = "master";
 
 /// The part of the state besides tensors.
 #[derive(Debug, Serialize, Deserialize)]
@@ -46,19 +42,9 @@ impl AdamW {
                 without_state.insert(parameter.name.clone());
                 continue;
             };
-            let mut insert = |part: &str, tensor: &Tensor| -> Result<()> {
+            for (part, tensor) in moments.tensors() {
                 // Detached: giving the handle other memory (`set_data`) does not give it to this optimizer.
                 tensors.insert(key(&parameter.name, part), tensor.f_detach()?);
-                Ok(())
-            };
-            insert(STEP, &moments.step)?;
-            insert(EXP_AVG, &moments.exp_avg)?;
-            insert(EXP_AVG_SQ, &moments.exp_avg_sq)?;
-            if let Some(largest) = &moments.max_exp_avg_sq {
-                insert(MAX_EXP_AVG_SQ, largest)?;
-            }
-            if let Some(master) = &moments.master {
-                insert(MASTER, master)?;
             }
         }
         let metadata = Metadata {
@@ -81,9 +67,6 @@ impl AdamW {
         let metadata = Metadata::deserialize(&state.metadata)
             .map_err(|e| mismatch(format!("its metadata is not AdamW's ({e})")))?;
         check_groups(&self.parameters.metadata(), &metadata.groups)?;
-        self.check_tensors(&metadata, &state.tensors)?;
-
-        // All tensors fit. `self` is changed only after the last call that can fail.
         let config = super::AdamWConfig {
             betas: metadata.betas,
             eps: metadata.eps,
@@ -98,30 +81,7 @@ impl AdamW {
         let in_place = self.config.capturable
             && previous.amsgrad == self.config.amsgrad
             && previous.master_weights == self.config.master_weights;
-        let restored: Result<Vec<_>> = self
-            .parameters
-            .entries
-            .iter()
-            .map(|parameter| {
-                let stored = !metadata.without_state.contains(&parameter.name);
-                let mut moments = match &parameter.state {
-                    // A captured step reads and writes this memory.
-                    Some(moments) if in_place => moments.shallow_clone(),
-                    _ if stored || self.config.capturable => {
-                        self.new_moments(&parameter.name, &parameter.tensor)?
-                    }
-                    _ => return Ok(None),
-                };
-                if stored {
-                    fill(&moments, &parameter.name, &state.tensors)?;
-                } else {
-                    let _no_grad = tch::no_grad_guard();
-                    moments.reset(&parameter.tensor)?;
-                }
-                Ok(Some(moments))
-            })
-            .collect();
-        let restored = match restored {
+        let restored = match self.restored(&metadata, &state.tensors, in_place) {
             Ok(restored) => restored,
             Err(error) => {
                 self.config = previous;
@@ -137,66 +97,39 @@ impl AdamW {
         Ok(())
     }
 
-    fn check_tensors(&self, metadata: &Metadata, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-        let mut unexpected: BTreeSet<&String> = tensors.keys().collect();
-        let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
-        let stepped = self
-            .parameters
-            .entries
-            .iter()
-            .filter(|p| !metadata.without_state.contains(&p.name));
-        for parameter in stepped {
-            let amsgrad = metadata.amsgrad.then_some(MAX_EXP_AVG_SQ);
-            let half = matches!(parameter.tensor.kind(), Kind::Half | Kind::BFloat16);
-            let master = (metadata.master_weights && half).then_some(MASTER);
-            let optional = amsgrad.into_iter().chain(master);
-            for part in [STEP, EXP_AVG, EXP_AVG_SQ].into_iter().chain(optional) {
-                let key = key(&parameter.name, part);
-                let Some(tensor) = tensors.get(&key) else {
-                    missing.push(key);
-                    continue;
-                };
-                unexpected.remove(&key);
-                let expected = if part == STEP {
-                    Vec::new()
-                } else {
-                    parameter.tensor.size()
-                };
-                if tensor.size() != expected {
-                    misshapen.push(format!(
-                        "{key} has shape {:?} and must have {expected:?}",
-                        tensor.size()
-                    ));
-                }
+    /// Returns the state of each parameter with the stored values, `in_place` in the memory of its present one. Nothing is
+    /// written before all tensors are known to fit.
+    fn restored(
+        &self,
+        metadata: &Metadata,
+        tensors: &BTreeMap<String, Tensor>,
+        in_place: bool,
+    ) -> Result<Vec<Option<Moments>>> {
+        let _no_grad = tch::no_grad_guard();
+        let is_stored =
+            |parameter: &Parameter<Moments>| !metadata.without_state.contains(&parameter.name);
+        let entries = &self.parameters.entries;
+        let restored = entries.iter().map(|parameter| match &parameter.state {
+            // A captured step reads and writes this memory.
+            Some(moments) if in_place => Ok(Some(moments.shallow_clone())),
+            _ if is_stored(parameter) || self.config.capturable => {
+                Ok(Some(self.new_moments(&parameter.name, &parameter.tensor)?))
+            }
+            _ => Ok(None),
+        });
+        let mut restored = restored.collect::<Result<Vec<_>>>()?;
+        let own = entries.iter().zip(&restored);
+        let own = own.filter(|(parameter, _)| is_stored(parameter));
+        let own = own.flat_map(|(parameter, moments)| {
+            let tensors = moments.iter().flat_map(Moments::tensors);
+            tensors.map(|(part, tensor)| (key(&parameter.name, part), tensor))
+        });
+        copy(paired(own, tensors)?)?;
+        for (parameter, moments) in entries.iter().zip(&mut restored) {
+            if let (false, Some(moments)) = (is_stored(parameter), moments) {
+                moments.reset(&parameter.tensor)?;
             }
         }
-        check_empty([
-            ("missing tensors", missing),
-            (
-                "unexpected tensors",
-                unexpected.into_iter().cloned().collect(),
-            ),
-            ("misshapen tensors", misshapen),
-        ])
+        Ok(restored)
     }
-}
-
-fn fill(moments: &Moments, parameter: &str, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-    let _no_grad = tch::no_grad_guard();
-    let copy = |part: &str, to: &Tensor| -> Result<()> {
-        let from = tensors.get(&key(parameter, part));
-        let from =
-            from.ok_or_else(|| mismatch(format!("missing tensors: {}", key(parameter, part))))?;
-        Ok(to.shallow_clone().f_copy_(from)?)
-    };
-    copy(STEP, &moments.step)?;
-    copy(EXP_AVG, &moments.exp_avg)?;
-    copy(EXP_AVG_SQ, &moments.exp_avg_sq)?;
-    if let Some(largest) = &moments.max_exp_avg_sq {
-        copy(MAX_EXP_AVG_SQ, largest)?;
-    }
-    if let Some(master) = &moments.master {
-        copy(MASTER, master)?;
-    }
-    Ok(())
 }

@@ -83,7 +83,10 @@ impl ScheduleOptions {
             ],
         };
         // An ignored option would be a typing error that nobody notices.
-        if let Some(option) = self.set_options().find(|option| !known.contains(option)) {
+        if let Some((option, _)) = self
+            .set_options()
+            .find(|(option, _)| !known.contains(option))
+        {
             let problem = if known.is_empty() {
                 "does not apply; this schedule has none".to_string()
             } else {
@@ -98,36 +101,29 @@ impl ScheduleOptions {
         self.check_ranges(kind)
     }
 
-    /// Returns the names of the options that are set.
-    fn set_options(&self) -> impl Iterator<Item = &'static str> {
-        [
-            ("num_cycles", self.num_cycles.is_some()),
-            ("lr_end", self.lr_end.is_some()),
-            ("power", self.power.is_some()),
-            ("timescale", self.timescale.is_some()),
-            ("min_lr", self.min_lr.is_some()),
-            ("min_lr_rate", self.min_lr_rate.is_some()),
-            ("warmup_lr_rate", self.warmup_lr_rate.is_some()),
-            ("num_decay_steps", self.num_decay_steps.is_some()),
-            ("num_stable_steps", self.num_stable_steps.is_some()),
-            ("warmup_type", self.warmup_type.is_some()),
-            ("decay_type", self.decay_type.is_some()),
-            ("min_lr_ratio", self.min_lr_ratio.is_some()),
-        ]
-        .into_iter()
-        .filter_map(|(option, is_set)| is_set.then_some(option))
-    }
-
-    fn check_ranges(&self, kind: LrSchedulerType) -> Result<()> {
-        let numbers = [
+    /// Returns the options that are set, each with its number; a shape counts as 0.
+    fn set_options(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let steps = |steps: Option<u64>| steps.map(|steps| steps as f64);
+        let shape = |shape: Option<RampType>| shape.map(|_| 0.0);
+        let options = [
             ("num_cycles", self.num_cycles),
             ("lr_end", self.lr_end),
             ("power", self.power),
+            ("timescale", steps(self.timescale)),
             ("min_lr", self.min_lr),
             ("min_lr_rate", self.min_lr_rate),
             ("warmup_lr_rate", self.warmup_lr_rate),
+            ("num_decay_steps", steps(self.num_decay_steps)),
+            ("num_stable_steps", steps(self.num_stable_steps)),
+            ("warmup_type", shape(self.warmup_type)),
+            ("decay_type", shape(self.decay_type)),
             ("min_lr_ratio", self.min_lr_ratio),
         ];
+        let set = options.into_iter();
+        set.filter_map(|(option, number)| Some((option, number?)))
+    }
+
+    fn check_ranges(&self, kind: LrSchedulerType) -> Result<()> {
         let bad = |option, value: f64, expected| {
             let problem = format!("is {value}; it must be {expected}");
             Err(Error::ScheduleOption {
@@ -136,10 +132,8 @@ impl ScheduleOptions {
                 problem,
             })
         };
-        for (option, value) in numbers {
-            if let Some(value) = value
-                && !(value >= 0.0 && value.is_finite())
-            {
+        for (option, value) in self.set_options() {
+            if !(value >= 0.0 && value.is_finite()) {
                 return bad(option, value, "0 or positive");
             }
         }

@@ -4,11 +4,8 @@ mod check;
 mod recommended;
 mod tuning;
 
-pub use check::{Finding, MachineFacts, RunCheck, Severity};
+pub use check::{Finding, RunCheck, Severity};
 pub use recommended::{
-    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
-    TrainedWeights,
+    DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task, TrainedWeights,
 };
-pub use tuning::{
-    Trial, TrialEnd, Trials, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
-};
+pub use tuning::{Trial, Trials, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};

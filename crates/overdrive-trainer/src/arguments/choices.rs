@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use overdrive_checkpointing::{DeterminismCheck, SavePolicy, Schedule};
 use overdrive_lora::Names;
-use overdrive_transformer::AttentionImplementation;
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// A ready-made configuration; file and flags override its values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -319,27 +318,6 @@ pub enum DpoLossType {
     Ipo,
     /// ((ε - 1) ln σ(βδ) + ε ln σ(-βδ)) / (1 - 2ε): robust DPO (Chowdhury et al. 2024, arXiv:2403.00409).
     Robust,
-}
-
-/// Reads and writes an attention implementation by its name in transformers.
-pub(crate) mod attention_by_name {
-    use super::{AttentionImplementation, Deserialize, Deserializer, Serializer};
-
-    pub(crate) fn serialize<S: Serializer>(
-        attention: &AttentionImplementation,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(attention.name())
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<AttentionImplementation, D::Error> {
-        let name = String::deserialize(deserializer)?;
-        let known = &["eager", "sdpa", "flash_attention_2"];
-        name.parse()
-            .map_err(|_| serde::de::Error::unknown_variant(&name, known))
-    }
 }
 
 /// Returns one string or a list of strings as a list.

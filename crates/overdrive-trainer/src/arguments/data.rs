@@ -1,6 +1,6 @@
-//! The arguments about data: sequences, loading, packing.
+//! The arguments about data: sequences, loading, packing, and the sources of a mixture with the schedule of their weights.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{DataLoaderOptions, PackPlan, RowLayout};
 
@@ -118,4 +118,252 @@ impl TrainingArguments {
 pub(crate) fn is_token_file(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
     extension.is_some_and(|extension| ["bin", "tokens"].contains(&extension))
+}
+
+/// Weights that hold after a number of optimizer steps, one for each source.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct MixtureStage {
+    pub(crate) steps: u64,
+    pub(crate) weights: Vec<f64>,
+}
+
+impl TrainingArguments {
+    /// Returns the sources of `data` with their weights, `PATH:WEIGHT` each; none if `data` has no weights and so is a
+    /// single source.
+    ///
+    /// # Errors
+    /// An error if only some of the paths have a weight.
+    pub(crate) fn mixture_sources(&self) -> Result<Vec<(PathBuf, f64)>> {
+        let sources: Vec<_> = self.data.iter().filter_map(|path| weighted(path)).collect();
+        if sources.is_empty() || sources.len() == self.data.len() {
+            return Ok(sources);
+        }
+        let without = self.data.iter().find(|path| weighted(path).is_none());
+        let expected = "a path with its weight, such as text.jsonl:0.3, because other paths have one; give all of them a \
+                        weight, or none";
+        invalid(
+            "data",
+            without.map_or_else(String::new, |path| path.display().to_string()),
+            expected,
+        )
+    }
+
+    /// Returns the stages of `data_schedule`, in order.
+    pub(crate) fn mixture_schedule(&self) -> Result<Vec<MixtureStage>> {
+        let sources = self.mixture_sources()?.len();
+        let mut stages: Vec<MixtureStage> = Vec::new();
+        for text in &self.data_schedule {
+            let Some(stage) = stage(text) else {
+                let expected = "STEPS:WEIGHT,WEIGHT,…, such as 2000:0.2,0.8: the weights after that number of steps";
+                return invalid("data_schedule", text, expected);
+            };
+            if stage.weights.len() != sources {
+                let expected = match sources {
+                    0 => "left out, because the paths of `data` have no weights; or give each path a weight".to_owned(),
+                    _ => format!("a stage with {sources} weights, one for each path of `data`"),
+                };
+                return invalid("data_schedule", text, expected);
+            }
+            let before = stages.last().map_or(0, |last| last.steps);
+            if stage.steps <= before {
+                let expected = format!(
+                    "a stage that begins after more than {before} steps; list the stages in ascending order"
+                );
+                return invalid("data_schedule", text, expected);
+            }
+            stages.push(stage);
+        }
+        Ok(stages)
+    }
+
+    /// Checks the keys of a mixture against each other.
+    pub(super) fn validate_mixture(&self) -> Result<()> {
+        let sources = self.mixture_sources()?;
+        self.mixture_schedule()?;
+        if sources.is_empty() {
+            return Ok(());
+        }
+        let negative = sources.iter().find(|(_, weight)| *weight < 0.0);
+        let negative = negative.map(|(path, weight)| format!("{}:{weight}", path.display()));
+        let negative = negative.unwrap_or_default();
+        #[rustfmt::skip]
+        refuse(&[
+            (!negative.is_empty(), "data", &negative, "a path with a weight of 0 or more"),
+            (self.group_by_length, "group_by_length", &true,
+                "false for a mixture, whose order its weights decide; drop it, or drop the weights of `data`"),
+        ])?;
+        Ok(())
+    }
+
+    /// Replaces the paths of `data` by those that `find` returns for them, such as the files of a dataset that has a name on
+    /// the hub. The sources of a mixture are passed one by one, and keep their weights.
+    ///
+    /// # Errors
+    /// Those of `find`; [`overdrive_core::Error::InvalidOption`] if a source with a weight is not one path.
+    pub fn find_data<E: From<overdrive_core::Error>>(
+        &mut self,
+        find: impl Fn(&[PathBuf]) -> std::result::Result<Vec<PathBuf>, E>,
+    ) -> std::result::Result<(), E> {
+        if self.data.iter().all(|path| weighted(path).is_none()) {
+            self.data = find(&self.data)?;
+            return Ok(());
+        }
+        for source in &mut self.data {
+            // Without a weight among others that have one, it is an error of the mixture.
+            let Some((path, weight)) = weighted(source) else {
+                continue;
+            };
+            let found = find(&[path])?;
+            let [file] = found.as_slice() else {
+                let expected = format!(
+                    "a source of one file, and this one has {}; tokenize it and give the file of tokens with the weight",
+                    found.len()
+                );
+                return Err(
+                    overdrive_core::Error::option("data", source.display(), expected).into(),
+                );
+            };
+            *source = format!("{}:{weight}", file.display()).into();
+        }
+        Ok(())
+    }
+
+    /// Returns the paths of `data` without their weights.
+    pub(crate) fn data_paths(&self) -> impl Iterator<Item = PathBuf> + '_ {
+        let path = |path: &PathBuf| weighted(path).map_or_else(|| path.clone(), |(path, _)| path);
+        self.data.iter().map(path)
+    }
+}
+
+/// Returns the path and the weight of `PATH:WEIGHT`; `None` for a path without a weight, and for a file whose name ends
+/// like one.
+pub(super) fn weighted(path: &Path) -> Option<(PathBuf, f64)> {
+    let (source, weight) = path.to_str()?.rsplit_once(':')?;
+    let weight: f64 = weight.parse().ok()?;
+    let is_weight = weight.is_finite() && !source.is_empty() && !path.exists();
+    is_weight.then(|| (PathBuf::from(source), weight))
+}
+
+fn stage(text: &str) -> Option<MixtureStage> {
+    let (steps, weights) = text.split_once(':')?;
+    let weights = weights.split(',').map(|weight| {
+        let weight: f64 = weight.trim().parse().ok()?;
+        (weight.is_finite() && weight >= 0.0).then_some(weight)
+    });
+    Some(MixtureStage {
+        steps: steps.trim().parse().ok()?,
+        weights: weights.collect::<Option<_>>()?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(data: &[&str], schedule: &[&str]) -> TrainingArguments {
+        TrainingArguments {
+            data: data.iter().map(PathBuf::from).collect(),
+            data_schedule: schedule.iter().map(|&text| text.to_owned()).collect(),
+            ..TrainingArguments::default()
+        }
+    }
+
+    #[test]
+    fn a_weight_follows_the_last_colon_unless_a_file_has_that_name() {
+        let sources = of(&["a:b.jsonl:0.7", "b/*.txt:3"], &[]).mixture_sources();
+        let expected = [
+            (PathBuf::from("a:b.jsonl"), 0.7),
+            (PathBuf::from("b/*.txt"), 3.0),
+        ];
+        assert_eq!(sources.unwrap(), expected);
+        assert!(
+            of(&["c:\\text", "b.txt", "d:inf"], &[])
+                .mixture_sources()
+                .unwrap()
+                .is_empty()
+        );
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("notes:2");
+        std::fs::write(&file, "text").unwrap();
+        assert_eq!(weighted(&file), None);
+        assert_eq!(
+            weighted(&folder.path().join("notes:3")),
+            Some((folder.path().join("notes"), 3.0))
+        );
+    }
+
+    #[test]
+    fn what_is_found_for_a_source_has_its_weight() {
+        let find = |paths: &[PathBuf]| -> Result<Vec<PathBuf>> {
+            let files = |path: &PathBuf| match path.ends_with("many") {
+                true => vec!["x".into(), "y".into()],
+                false => vec![path.join("z")],
+            };
+            Ok(paths.iter().flat_map(files).collect())
+        };
+        let mut arguments = of(&["org/many", "https://h:80/a"], &[]);
+        arguments.find_data(find).unwrap();
+        assert_eq!(
+            arguments.data,
+            ["x", "y", "https://h:80/a/z"].map(PathBuf::from)
+        );
+        let mut arguments = of(&["a:0.7", "https://h:80/b:2"], &[]);
+        arguments.find_data(find).unwrap();
+        assert_eq!(
+            arguments.data,
+            ["a/z:0.7", "https://h:80/b/z:2"].map(PathBuf::from)
+        );
+        let error = of(&["a:1", "org/many:2"], &[]).find_data(find).unwrap_err();
+        let expected = "`data` is org/many:2; it must be a source of one file, and this one has 2";
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+
+    #[test]
+    fn contradictions_are_errors_with_a_way_out() {
+        let schedule = of(&["a:1", "b:1"], &["10:0,1", "20: 1, 0.5"]).mixture_schedule();
+        let steps: Vec<_> = schedule.unwrap().iter().map(|stage| stage.steps).collect();
+        assert_eq!(steps, [10, 20]);
+        for (data, schedule, expected) in [
+            (
+                &["a:1", "b"][..],
+                &[][..],
+                "`data` is b; it must be a path with its weight",
+            ),
+            (
+                &["a:1", "b:-1"],
+                &[],
+                "`data` is b:-1; it must be a path with a weight of 0 or more",
+            ),
+            (
+                &["a:1", "b:1"],
+                &["10"],
+                "`data_schedule` is 10; it must be STEPS:WEIGHT",
+            ),
+            (
+                &["a:1", "b:1"],
+                &["10:1"],
+                "it must be a stage with 2 weights",
+            ),
+            (
+                &["a:1", "b:1"],
+                &["10:1,2", "10:2,1"],
+                "after more than 10 steps",
+            ),
+            (
+                &["a", "b"],
+                &["10:1,2"],
+                "it must be left out, because the paths of `data` have no weights",
+            ),
+        ] {
+            let error = of(data, schedule)
+                .validate_mixture()
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        let mut arguments = of(&["a:1", "b:1"], &[]);
+        arguments.group_by_length = true;
+        let error = arguments.validate_mixture().unwrap_err().to_string();
+        assert!(error.contains("drop the weights of `data`"), "{error}");
+    }
 }

@@ -52,8 +52,8 @@ impl TrainingArguments {
         self.tf32 = (precision == Precision::Tf32).then_some(true);
     }
 
-    /// Returns `true` if a key selects the precision.
-    pub(crate) fn selects_precision(&self) -> bool {
+    /// Returns `true` if one of `bf16`, `fp16`, `fp8` and `tf32` selects the precision.
+    pub fn selects_precision(&self) -> bool {
         self.bf16 || self.fp16 || self.fp8 || self.tf32.is_some()
     }
 }

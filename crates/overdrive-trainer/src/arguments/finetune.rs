@@ -45,97 +45,97 @@ options! {
             /// The model to fine-tune: GGUF file, folder with config.json, weights, tokenizer.json, or name on the
             /// Hugging Face hub.
             model_name_or_path: PathBuf = PathBuf::new() =>
-                Finetune("PATH", flag: Some("model"), spellings: &["model", "base_model", "model_name", "base_model_name_or_path"],
+                FINETUNE("PATH", flag: Some("model"), spellings: &["model", "base_model", "model_name", "base_model_name_or_path"],
                     instead: "`train` creates a model from scratch, see `model`");
         }
         "Data" => {
             /// The maximum number of records. Default: all.
-            max_train_samples: Option<usize> = None => Finetune("N", range: AtLeast(1));
+            max_train_samples: Option<usize> = None => FINETUNE("N", range: AtLeast(1));
             /// What to do with an invalid record. Default `stop`.
-            on_bad_record: OnBadRecord = OnBadRecord::default() => Finetune("NAME", harmless: Only("\"stop\""));
+            on_bad_record: OnBadRecord = OnBadRecord::default() => FINETUNE("NAME", harmless: Only("\"stop\""));
         }
         "Records" => {
             /// If `true`, compute the loss on the response only, not on the prompt. Default `true`.
-            completion_only_loss: bool = true => Finetune("", harmless: Only("false"));
+            completion_only_loss: bool = true => FINETUNE("", harmless: Only("false"));
             /// If `true`, compute the loss on the assistant's messages of a conversation only. Default `true`; `false`
             /// in TRL.
-            assistant_only_loss: bool = true => Finetune("", harmless: Only("false"));
+            assistant_only_loss: bool = true => FINETUNE("", harmless: Only("false"));
             /// The chat template instead of the model's: a .jinja file, or the folder of a model. Default: the model's.
-            chat_template_path: Option<PathBuf> = None => Finetune("PATH");
+            chat_template_path: Option<PathBuf> = None => FINETUNE("PATH");
             /// If `true`, use the model's chat template if it has one. Default `true`.
-            apply_chat_template: bool = true => Finetune("", harmless: Only("false"));
+            apply_chat_template: bool = true => FINETUNE("", harmless: Only("false"));
             /// The format of a prompt without a chat template. Default `{prompt}`.
-            prompt_template: String = "{prompt}".to_owned() => Finetune("TEXT");
+            prompt_template: String = "{prompt}".to_owned() => FINETUNE("TEXT");
         }
         "Evaluation and snapshots" => {
             /// If `true`, also write the model with the adapter merged into it, to `merged/`. Default `false`.
-            merge: bool = false => Finetune("", harmless: Only("false"));
+            merge: bool = false => FINETUNE("", harmless: Only("false"));
         }
         "Adapters" => {
             /// If `true`, train adapters and freeze the model's weights; if `false`, train all weights. Default `true`.
-            use_peft: bool = true => Finetune("", spellings: &["use_lora"], harmless: Only("false"));
+            use_peft: bool = true => FINETUNE("", spellings: &["use_lora"], harmless: Only("false"));
             /// The rank of the adapters. Default 16.
-            lora_r: i64 = 16 => Finetune("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only("0"));
+            lora_r: i64 = 16 => FINETUNE("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only("0"));
             /// The scale of the adapters, which is divided by the rank. Default 32.
-            lora_alpha: f64 = 32.0 => Finetune("X", harmless: Any);
+            lora_alpha: f64 = 32.0 => FINETUNE("X", harmless: Any);
             /// The dropout probability of the adapters' inputs. Default 0.05.
-            lora_dropout: f64 = 0.05 => Finetune("P", harmless: Any);
+            lora_dropout: f64 = 0.05 => FINETUNE("P", harmless: Any);
             /// The linear layers that get adapters: names, a regular expression, or all-linear. Default: PEFT's for the
             /// architecture.
             target_modules: Option<Names> = None =>
-                Finetune("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
+                FINETUNE("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
             /// The parameters without a layer of their own that get adapters, such as mlp.experts.down_proj of all experts;
             /// they need `lora_dropout` 0. Default: none.
-            target_parameters: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            target_parameters: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
             /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
-            exclude_modules: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            exclude_modules: Option<Names> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
             /// The indices of the blocks whose layers get adapters, a number or a list. Default: all.
-            layers_to_transform: Option<LayerIndices> = None => Finetune("JSON", harmless: Any);
+            layers_to_transform: Option<LayerIndices> = None => FINETUNE("JSON", harmless: Any);
             /// The name of the model's list of blocks, for `layers_to_transform`. Default: that before the first number.
-            layers_pattern: Option<Names> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            layers_pattern: Option<Names> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
             /// The ranks of single layers, by name or regular expression, such as {"q_proj": 4}. Default: none.
-            rank_pattern: IndexMap<String, i64> = IndexMap::new() => Finetune("JSON", harmless: Any);
+            rank_pattern: IndexMap<String, i64> = IndexMap::new() => FINETUNE("JSON", harmless: Any);
             /// The alphas of single layers, by name or regular expression. Default: none.
-            alpha_pattern: IndexMap<String, f64> = IndexMap::new() => Finetune("JSON", harmless: Any);
+            alpha_pattern: IndexMap<String, f64> = IndexMap::new() => FINETUNE("JSON", harmless: Any);
             /// The initial values of the adapters: true (they change nothing), gaussian, orthogonal, olora, pissa,
             /// pissa_niter_N or loftq. Default `true`.
-            init_lora_weights: InitLoraWeights = InitLoraWeights::Default => Finetune("NAME", harmless: Any);
+            init_lora_weights: InitLoraWeights = InitLoraWeights::Default => FINETUNE("NAME", harmless: Any);
             /// If `true`, add biases to the second factors of the adapters. Default `false`.
-            lora_bias: bool = false => Finetune("", harmless: Any);
+            lora_bias: bool = false => FINETUNE("", harmless: Any);
             /// The biases that are trained as well. Default `none`.
-            bias: BiasMode = BiasMode::None => Finetune("NAME", harmless: Any);
+            bias: BiasMode = BiasMode::None => FINETUNE("NAME", harmless: Any);
             /// If `true`, scale the adapters by alpha / sqrt(rank). Default `false`.
-            use_rslora: bool = false => Finetune("", harmless: Any);
+            use_rslora: bool = false => FINETUNE("", harmless: Any);
             /// If `true`, also train the norms of the weights' rows (DoRA). Default `false`.
-            use_dora: bool = false => Finetune("", harmless: Any);
+            use_dora: bool = false => FINETUNE("", harmless: Any);
             /// The linear layers that are trained as full copies and saved with the adapter. Default: none.
             modules_to_save: Option<Vec<String>> = None =>
-                Finetune("NAME", list: List::Names, spellings: &["lora_modules_to_save"], harmless: Any);
+                FINETUNE("NAME", list: List::Names, spellings: &["lora_modules_to_save"], harmless: Any);
         }
         "Quantization" => {
             /// If `true`, quantize the weights of the blocks to 4 bits while loading them (QLoRA). Default `false`.
             load_in_4bit: bool = false =>
-                Finetune("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only("false"),
+                FINETUNE("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only("false"),
                     instead: TRAINED);
             /// If `true`, quantize the weights of the blocks to 8 bits while loading them (LLM.int8). Default `false`.
             load_in_8bit: bool = false =>
-                Finetune("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
+                FINETUNE("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
             /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
             bnb_4bit_quant_type: Quant4Type = Quant4Type::default() =>
-                Finetune("NAME", harmless: Any, needs: "load_in_4bit");
+                FINETUNE("NAME", harmless: Any, needs: "load_in_4bit");
             /// If `true`, quantize the scales of the blocks as well. Default `false`.
             bnb_4bit_use_double_quant: bool = false =>
-                Finetune("", spellings: &["use_bnb_nested_quant"], harmless: Any, needs: "load_in_4bit");
+                FINETUNE("", spellings: &["use_bnb_nested_quant"], harmless: Any, needs: "load_in_4bit");
             /// The dtype of matmuls with 4-bit weights; the half types enable autocast for the whole run, unless `bf16`
             /// or `fp16` overrides it. Default `float32`.
             bnb_4bit_compute_dtype: ComputeDtype = ComputeDtype::default() =>
-                Finetune("NAME", harmless: Any, needs: "load_in_4bit");
+                FINETUNE("NAME", harmless: Any, needs: "load_in_4bit");
             /// The magnitude from which a column of activations is computed in full precision, with
             /// `load_in_8bit`. Default 6.
             llm_int8_threshold: f64 = 6.0 =>
-                Finetune("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
+                FINETUNE("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
             /// The linear layers that are not quantized. Default: the head.
-            llm_int8_skip_modules: Option<Vec<String>> = None => Finetune("NAME", list: List::Names, harmless: Any);
+            llm_int8_skip_modules: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
         }
         hidden {
             /// The arguments of the training itself. `preset`, `model`, `tokenizer` and `vocab_size` are not used.

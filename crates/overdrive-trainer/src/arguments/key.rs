@@ -13,16 +13,12 @@ pub enum Program {
     Dpo,
 }
 
-/// The programs that read a key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reader {
-    All,
-    Train,
-    /// Fine-tuning and preference training.
-    Finetune,
-    Dpo,
-    /// No program: a key of another project whose effect Overdrive does not support.
-    None,
+/// The programs that read a key, under the names of the tables.
+impl Program {
+    pub(super) const ALL: &[Self] = &[Self::Train, Self::Finetune, Self::Dpo];
+    pub(super) const TRAIN: &[Self] = &[Self::Train];
+    pub(super) const FINETUNE: &[Self] = &[Self::Finetune, Self::Dpo];
+    pub(super) const DPO: &[Self] = &[Self::Dpo];
 }
 
 /// The values that a program accepts for a key that it does not read. `null` is always accepted.
@@ -54,7 +50,8 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// The heading in the help; the keys of other projects have none.
     pub(super) heading: &'static str,
-    pub(super) reader: Reader,
+    /// The programs that read it; none reads a key of another project whose effect Overdrive does not support.
+    pub(super) readers: &'static [Program],
     /// The alternative names that are accepted.
     pub(super) spellings: &'static [&'static str],
     /// The name of the flag, if it is not the key's with dashes; empty for a key without a flag.
@@ -95,7 +92,7 @@ macro_rules! options {
                     $(#[doc = $doc:literal])+
                     $(#[serde($($serde:tt)*)])?
                     $field:ident: $type:ty = $default:expr
-                        => $reader:ident($value:literal $(, $property:ident: $set:expr)*);
+                        => $readers:ident($value:literal $(, $property:ident: $set:expr)*);
                 )*
             })*
             $(hidden {
@@ -128,7 +125,7 @@ macro_rules! options {
                 super::key::Key {
                     name: concat!($section, stringify!($field)),
                     heading: $heading,
-                    reader: super::key::Reader::$reader,
+                    readers: super::key::Program::$readers,
                     value: $value,
                     documentation: concat!($($doc),+),
                     $($property: $set,)*
@@ -155,7 +152,7 @@ impl Key {
     pub(super) const NONE: Self = Self {
         name: "",
         heading: "",
-        reader: Reader::None,
+        readers: &[],
         spellings: &[],
         flag: None,
         value: "",
@@ -193,13 +190,7 @@ impl Key {
     }
 
     pub(super) fn is_read_by(&self, program: Program) -> bool {
-        match self.reader {
-            Reader::All => true,
-            Reader::Train => program == Program::Train,
-            Reader::Finetune => program != Program::Train,
-            Reader::Dpo => program == Program::Dpo,
-            Reader::None => false,
-        }
+        self.readers.contains(&program)
     }
 
     /// Returns `true` if a program that does not read the key may ignore this value.

@@ -1,7 +1,7 @@
 //! A configuration that is merged from layers: preset, file and flags.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
 use serde::Serialize;
@@ -26,16 +26,20 @@ impl Configuration for FinetuneArguments {}
 impl Configuration for DpoArguments {}
 
 pub(crate) mod sealed {
-    use super::{Map, Program, Result, Value, fmt};
+    use super::{Map, PathBuf, Program, Result, TrainingArguments, Value, fmt};
 
     pub trait Keyed: Clone + Default + fmt::Debug + 'static {
         const PROGRAM: Program;
 
         /// Returns the configuration below all layers, for the preset of this name.
-        fn base(preset: Option<&Value>) -> Self;
+        fn base(_preset: Option<&Value>) -> Self {
+            Self::default()
+        }
 
         /// Returns the keys and values of each preset, with its name.
-        fn defaults() -> Vec<(&'static str, Value)>;
+        fn defaults() -> Vec<(&'static str, Value)> {
+            vec![("", Self::default().values().unwrap_or_default())]
+        }
 
         /// Returns all keys with their values, as in a file.
         fn values(&self) -> Result<Value>;
@@ -45,6 +49,20 @@ pub(crate) mod sealed {
 
         /// Checks the values by themselves and against each other.
         fn check(&self) -> Result<()>;
+
+        /// Returns the configuration of the training itself.
+        fn training(&self) -> &TrainingArguments;
+
+        /// Returns the configuration of the training itself.
+        fn training_mut(&mut self) -> &mut TrainingArguments;
+
+        /// Returns the files and folders that a run reads, with their keys.
+        fn inputs(&self) -> Vec<(&'static str, PathBuf)>;
+
+        /// Returns the name of the run's folder before its number, without `output_dir`.
+        fn run_name(&self) -> &'static str {
+            "finetune"
+        }
     }
 }
 
@@ -201,18 +219,28 @@ impl sealed::Keyed for TrainingArguments {
     fn check(&self) -> Result<()> {
         self.validate()
     }
+
+    fn training(&self) -> &TrainingArguments {
+        self
+    }
+
+    fn training_mut(&mut self) -> &mut TrainingArguments {
+        self
+    }
+
+    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
+        let tokenizer = self.tokenizer.clone().map(|path| ("tokenizer", path));
+        let data = self.data_paths().map(|path| ("data", path));
+        data.chain(tokenizer).collect()
+    }
+
+    fn run_name(&self) -> &'static str {
+        self.preset.name()
+    }
 }
 
 impl sealed::Keyed for FinetuneArguments {
     const PROGRAM: Program = Program::Finetune;
-
-    fn base(_: Option<&Value>) -> Self {
-        Self::default()
-    }
-
-    fn defaults() -> Vec<(&'static str, Value)> {
-        vec![("", Self::default().to_values().unwrap_or_default())]
-    }
 
     fn values(&self) -> Result<Value> {
         self.to_values()
@@ -225,18 +253,26 @@ impl sealed::Keyed for FinetuneArguments {
     fn check(&self) -> Result<()> {
         self.validate()
     }
+
+    fn training(&self) -> &TrainingArguments {
+        &self.training
+    }
+
+    fn training_mut(&mut self) -> &mut TrainingArguments {
+        &mut self.training
+    }
+
+    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
+        let template = self.chat_template_path.clone();
+        let own = template.map(|path| ("chat_template_path", path));
+        let model = ("model_name_or_path", self.model_name_or_path.clone());
+        let training = self.training.inputs().into_iter();
+        training.chain([model]).chain(own).collect()
+    }
 }
 
 impl sealed::Keyed for DpoArguments {
     const PROGRAM: Program = Program::Dpo;
-
-    fn base(_: Option<&Value>) -> Self {
-        Self::default()
-    }
-
-    fn defaults() -> Vec<(&'static str, Value)> {
-        vec![("", Self::default().values().unwrap_or_default())]
-    }
 
     fn values(&self) -> Result<Value> {
         let mut values = self.finetune.to_values()?;
@@ -264,6 +300,18 @@ impl sealed::Keyed for DpoArguments {
     fn check(&self) -> Result<()> {
         self.finetune.validate()?;
         self.dpo.validate()
+    }
+
+    fn training(&self) -> &TrainingArguments {
+        &self.finetune.training
+    }
+
+    fn training_mut(&mut self) -> &mut TrainingArguments {
+        &mut self.finetune.training
+    }
+
+    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
+        self.finetune.inputs()
     }
 }
 

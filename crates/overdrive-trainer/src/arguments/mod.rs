@@ -3,7 +3,7 @@
 //! An option is added in one place, the `options!` block of `training.rs`, `model.rs`, `finetune.rs` or `preference.rs`: a field with its
 //! documentation, its default, and its row (the program that reads it, its other names, its range). The key in files, the
 //! flag, its help, the errors and the tables of the guide follow from it; what is left is the code in which it
-//! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its recipe in `run/optimizer.rs`.
+//! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its arms in `run/optimizer.rs`.
 
 mod choices;
 mod data;
@@ -14,7 +14,6 @@ mod format;
 mod key;
 mod keys;
 mod layers;
-mod mixture;
 mod model;
 mod preference;
 mod preset;
@@ -38,7 +37,7 @@ pub use training::TrainingArguments;
 
 pub(crate) use data::is_token_file;
 pub(crate) use format::read_file;
-pub(crate) use key::plain;
+pub(crate) use key::{Program, plain};
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};
 pub(crate) use read::{as_value, describe, keys_of, nearest};
 pub(crate) use saving::{ARGUMENTS, BITS_PER_BYTE, no_metric};

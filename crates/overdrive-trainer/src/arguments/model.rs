@@ -18,36 +18,36 @@ options! {
     pub struct ModelArguments, keys MODEL in "model." {
         "Model" => {
             /// The architecture; only llama can be trained from scratch.
-            model_type: String = "llama".to_owned() => Train("NAME");
+            model_type: String = "llama".to_owned() => TRAIN("NAME");
             /// The size of the hidden states. Default 256.
-            hidden_size: u64 = 256 => Train("N", range: AtLeast(1));
+            hidden_size: u64 = 256 => TRAIN("N", range: AtLeast(1));
             /// The size of the feed-forward layers. Default 688.
-            intermediate_size: u64 = 688 => Train("N", range: AtLeast(1));
+            intermediate_size: u64 = 688 => TRAIN("N", range: AtLeast(1));
             /// The number of decoder layers. Default 6.
-            num_hidden_layers: u64 = 6 => Train("N", range: AtLeast(1));
+            num_hidden_layers: u64 = 6 => TRAIN("N", range: AtLeast(1));
             /// The number of query heads. Default 4.
-            num_attention_heads: u64 = 4 => Train("N", range: AtLeast(1));
+            num_attention_heads: u64 = 4 => TRAIN("N", range: AtLeast(1));
             /// The number of key and value heads; fewer than query heads for grouped-query attention. Default: the
             /// number of query heads.
-            num_key_value_heads: Option<u64> = None => Train("N", range: AtLeast(1));
+            num_key_value_heads: Option<u64> = None => TRAIN("N", range: AtLeast(1));
             /// The size of a head. Default: hidden size / query heads.
             head_dim: Option<u64> = None =>
-                Train("N", range: AtLeast(2),
+                TRAIN("N", range: AtLeast(2),
                     instead: "give an even number, or change `hidden_size` or `num_attention_heads`");
             /// The maximum sequence length of the model, at least the context length. Default: the context length.
-            max_position_embeddings: Option<u64> = None => Train("N", range: AtLeast(1));
+            max_position_embeddings: Option<u64> = None => TRAIN("N", range: AtLeast(1));
             /// The base of the rotary position embeddings. Default 10000.
-            rope_theta: f64 = 10_000.0 => Train("X", range: Positive);
+            rope_theta: f64 = 10_000.0 => TRAIN("X", range: Positive);
             /// The epsilon of RMSNorm. Default 1e-6.
-            rms_norm_eps: f64 = 1e-6 => Train("X", range: Positive);
+            rms_norm_eps: f64 = 1e-6 => TRAIN("X", range: Positive);
             /// The standard deviation of the initial weights. Default 0.02.
-            initializer_range: f64 = 0.02 => Train("X", range: Positive);
+            initializer_range: f64 = 0.02 => TRAIN("X", range: Positive);
             /// If `true`, share the weights of the embedding with the output layer. Default `true`.
-            tie_word_embeddings: bool = true => Train("");
+            tie_word_embeddings: bool = true => TRAIN("");
             /// If `true`, add biases to the attention projections. Default `false`.
-            attention_bias: bool = false => Train("");
+            attention_bias: bool = false => TRAIN("");
             /// If `true`, add biases to the feed-forward projections. Default `false`.
-            mlp_bias: bool = false => Train("");
+            mlp_bias: bool = false => TRAIN("");
         }
     }
 }
@@ -75,34 +75,22 @@ impl ModelArguments {
     /// assert_eq!(untied.parameters(4096), 5_795_072 + 4096 * 256);
     /// ```
     pub fn parameters(&self, vocab_size: u64) -> u64 {
-        // Computed in 128 bits with saturation: `validate` refuses values that do not fit.
-        let product = |factors: &[u64]| {
-            let factors = factors.iter().map(|&factor| u128::from(factor));
-            factors.fold(1, u128::saturating_mul)
-        };
-        let hidden = self.hidden_size;
-        let queries = product(&[self.num_attention_heads, self.head_features()]);
-        let keys = product(&[self.key_value_heads(), self.head_features()]);
-        let both = queries.saturating_add(keys).saturating_mul(2);
-        let biased = |bias: bool| u128::from(bias);
-        let inner = u128::from(self.intermediate_size);
-        let width = u128::from(hidden);
-        let layer = [
-            // The projections of query and output, and of key and value.
-            both.saturating_mul(width),
-            biased(self.attention_bias) * both.saturating_sub(queries).saturating_add(width),
-            // Gate, up and down.
-            product(&[3, hidden, self.intermediate_size]),
-            biased(self.mlp_bias) * (2 * inner + width),
-            // Norms.
-            2 * width,
-        ];
-        let layer = layer.into_iter().fold(0, u128::saturating_add);
+        // Sizes beyond the range of their keys, which `validate` refuses, are clamped, so that 128 bits suffice.
+        let size = |size: u64| u128::from(size.min(i32::MAX.unsigned_abs().into()));
+        let (hidden, inner) = (size(self.hidden_size), size(self.intermediate_size));
+        let features = size(self.head_features());
+        let queries = size(self.num_attention_heads) * features;
+        let keys = size(self.key_value_heads()) * features;
+        // The projections of query and output, and of key and value.
+        let attention = 2 * (queries + keys) * hidden
+            + u128::from(self.attention_bias) * (queries + 2 * keys + hidden);
+        // Gate, up and down.
+        let mlp = 3 * hidden * inner + u128::from(self.mlp_bias) * (2 * inner + hidden);
+        let norms = 2 * hidden;
         // Tied weights are stored once.
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
-        let all = product(&[vocab_size, hidden, tables])
-            .saturating_add(layer.saturating_mul(self.num_hidden_layers.into()))
-            .saturating_add(width);
+        let layers = size(self.num_hidden_layers) * (attention + mlp + norms);
+        let all = tables * u128::from(vocab_size) * hidden + layers + hidden;
         u64::try_from(all).unwrap_or(u64::MAX)
     }
 

@@ -3,16 +3,16 @@
 use std::error::Error as StdError;
 use std::iter::successors;
 
-use overdrive_accumulation::BatchPlan;
+use overdrive_accumulation::{BatchPlan, attempt};
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{DecoderShape, free_memory};
 use overdrive_snapshot::Snapshot;
 use overdrive_sys::{is_out_of_memory, memory};
-use tch::Device;
+use tch::{Device, TchError};
 
 use super::folder::RunFolder;
-use crate::arguments::{DpoArguments, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
 use crate::error::of_group;
 use crate::{Error, Result};
 
@@ -177,6 +177,7 @@ impl FinetuneArguments {
     }
 
     /// As [`TrainingArguments::fit_batch`], with a model that is loaded and of which `trainable` parameters are trained.
+    /// Each example of a micro-batch is `rows` rows: 2 for a pair of answers.
     ///
     /// # Errors
     /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::fit_batch`].
@@ -185,40 +186,44 @@ impl FinetuneArguments {
         shape: DecoderShape,
         precision: Precision,
         trainable: u64,
+        rows: u64,
         device: Device,
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
-        let step = |plan| arguments.estimated_step(shape, precision, trainable, plan);
+        let step =
+            |plan| arguments.estimated_step(shape, precision, trainable, in_rows(plan, rows)?);
         self.training.fit_to(device, group, step)
     }
 }
 
-/// Calls `train` with `arguments`, as Accelerate's `find_executable_batch_size` does: after memory ran out, and if
-/// `auto_find_batch_size` is set, again with micro-batches of at most half the size, which continue the run in its folder.
-/// An error that lost processes have caused names them.
+/// Calls `train` with `arguments`, and after memory ran out, if `auto_find_batch_size` is set, again with micro-batches of at
+/// most half the size, which continue the run in its folder. An error that lost processes have caused names them.
+///
+/// Memory has run out if an error says so, or a panic of tch, which becomes an error.
 ///
 /// `train` gets `say`, for its own lines, and calls [`TrainingArguments::continue_in`] when the folder of the run is open.
 ///
 /// # Errors
 /// The error of `train`.
-pub fn find_executable_batch_size<A, T, E>(
+pub fn train_with_batch_that_fits<A, T, E>(
     arguments: &mut A,
     group: &ProcessGroup,
     mut say: impl FnMut(&str),
     mut train: impl FnMut(&mut A, &mut dyn FnMut(&str)) -> std::result::Result<T, E>,
 ) -> std::result::Result<T, E>
 where
-    A: AsMut<TrainingArguments>,
+    A: Configuration,
     E: From<Error> + AsRef<dyn StdError + Send + Sync>,
 {
     loop {
-        let error = match train(arguments, &mut say) {
-            Ok(trained) => return Ok(trained),
-            Err(error) => error,
+        let error = match attempt(|| train(arguments, &mut say)) {
+            Ok(Ok(trained)) => return Ok(trained),
+            Ok(Err(error)) => error,
+            Err(message) => Error::from(TchError::Torch(message)).into(),
         };
         let cause: &(dyn StdError + 'static) = error.as_ref();
-        if !arguments.as_mut().retry(group, cause, &mut say)? {
+        if !arguments.training_mut().retry(group, cause, &mut say)? {
             return Err(match group.explain(cause) {
                 Some(explained) if of_group(cause).is_none() => Error::from(explained).into(),
                 _ => error,
@@ -227,22 +232,10 @@ where
     }
 }
 
-impl AsMut<TrainingArguments> for TrainingArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        self
-    }
-}
-
-impl AsMut<TrainingArguments> for DpoArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        &mut self.finetune.training
-    }
-}
-
-impl AsMut<TrainingArguments> for FinetuneArguments {
-    fn as_mut(&mut self) -> &mut TrainingArguments {
-        &mut self.training
-    }
+/// Returns the plan of a process whose micro-batches have `rows` rows for each example.
+fn in_rows(plan: BatchPlan, rows: u64) -> Result<BatchPlan> {
+    let micro_batch = plan.micro_batch().saturating_mul(rows);
+    Ok(BatchPlan::new(micro_batch, plan.accumulation_steps(), 1)?)
 }
 
 /// Returns the first plan, from `largest` down, whose `bytes` are at most `limit`.
@@ -312,6 +305,26 @@ mod tests {
     }
 
     #[test]
+    fn half_as_many_pairs_fit_as_rows() {
+        let (training, shape) = arguments();
+        let plan = training.batch_plan(1).unwrap();
+        let arguments = FinetuneArguments {
+            training,
+            ..FinetuneArguments::default()
+        };
+        let step = |plan, rows| {
+            let plan = in_rows(plan, rows)?;
+            arguments.estimated_step(shape, Precision::Fp32, 1000, plan)
+        };
+        let limit = step(plan.with_micro_batch(24).unwrap(), 1).unwrap();
+        for (rows, micro) in [(1, 24), (2, 12)] {
+            let found = largest_that_fits(plan, limit, |plan| step(plan, rows));
+            let found = found.unwrap().unwrap();
+            assert_eq!((found.micro_batch(), found.effective_batch()), (micro, 48));
+        }
+    }
+
+    #[test]
     fn the_plans_of_a_search_are_all_divisors() {
         let plan = BatchPlan::new(12, 2, 1).unwrap();
         let sizes: Vec<u64> = TrainingArguments::batch_plans(plan)
@@ -331,6 +344,28 @@ mod tests {
             sizes.push(arguments.per_device_train_batch_size);
         }
         assert_eq!(sizes, [24, 12, 6, 3, 1]);
+    }
+
+    #[test]
+    fn a_panic_of_tch_because_memory_ran_out_halves_the_batch_too() {
+        let (mut arguments, _) = arguments();
+        let mut sizes = Vec::new();
+        let trained = train_with_batch_that_fits(
+            &mut arguments,
+            &ProcessGroup::single(),
+            |_| (),
+            |arguments, _| -> std::result::Result<&str, Box<dyn StdError + Send + Sync>> {
+                sizes.push(arguments.per_device_train_batch_size);
+                let allocated = match sizes.len() {
+                    1 => Err(TchError::Torch("CUDA out of memory.".to_owned())),
+                    _ => Ok("trained"),
+                };
+                // As the functions of tch without `f_` do.
+                Ok(allocated.unwrap())
+            },
+        );
+        assert_eq!(trained.unwrap(), "trained");
+        assert_eq!(sizes, [48, 24]);
     }
 
     #[test]

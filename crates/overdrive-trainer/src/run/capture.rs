@@ -7,8 +7,8 @@ use overdrive_precision::Precision;
 use overdrive_profiling::Phase;
 use tch::{Cuda, Device, Tensor};
 
-use super::micro_batch::{MicroBatch, StaticInputs};
-use super::training_run::TrainingRun;
+use super::micro_batch::MicroBatch;
+use super::training_run::{TrainingRun, shared};
 use crate::arguments::{CudaGraphs, TrainingArguments};
 use crate::{Error, ProgramError, Result};
 
@@ -51,14 +51,14 @@ enum State {
 }
 
 /// A way to run the next pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 enum Pass {
     /// Every operator is launched.
     Launched,
     /// Launched and measured.
     Measured,
-    /// By a graph.
-    Captured,
+    /// By the graph of this key, with these inputs.
+    Captured(MicroBatchKey, Vec<Tensor>),
 }
 
 impl Capture {
@@ -69,23 +69,12 @@ impl Capture {
         device: Device,
     ) -> Self {
         let always = arguments.cuda_graphs == CudaGraphs::Always;
+        #[rustfmt::skip]
         let refused = [
-            (
-                !device.is_cuda() && !always,
-                "the run is not on a CUDA device",
-            ),
-            (
-                processes > 1,
-                "gradients are reduced over several processes while backward runs",
-            ),
-            (
-                precision == Precision::Fp16,
-                "`fp16` needs a loss scaler; train with `bf16`",
-            ),
-            (
-                arguments.gradient_checkpointing,
-                "`gradient_checkpointing` saves and restores random states",
-            ),
+            (!device.is_cuda() && !always, "the run is not on a CUDA device"),
+            (processes > 1, "gradients are reduced over several processes while backward runs"),
+            (precision == Precision::Fp16, "`fp16` needs a loss scaler; train with `bf16`"),
+            (arguments.gradient_checkpointing, "`gradient_checkpointing` saves and restores random states"),
         ];
         let refused = refused
             .into_iter()
@@ -104,16 +93,16 @@ impl Capture {
         }
     }
 
-    /// Decides about the pass of a micro-batch, and returns the key of a pass that is measured or captured.
-    fn choose<B: MicroBatch>(&mut self, batch: &B) -> Option<(Pass, MicroBatchKey, StaticInputs)> {
+    /// Decides about the pass of a micro-batch.
+    fn choose<B: MicroBatch>(&mut self, batch: &B) -> Pass {
         if matches!(self.state, State::Off | State::Refused(_)) {
-            return None;
+            return Pass::Launched;
         }
         let Some(inputs) = batch.static_inputs() else {
             self.state = State::Refused(
                 "the micro-batches have numbers on the host, such as the lengths of packed sequences",
             );
-            return None;
+            return Pass::Launched;
         };
         let labels = batch.label_count().map(|count| count as i64);
         let key = MicroBatchKey::new::<B>(&inputs.tensors, labels.as_slice());
@@ -126,15 +115,14 @@ impl Capture {
             None => 0,
         };
         self.last = Some((key.clone(), repeats));
-        let pass = match &mut self.state {
+        match &mut self.state {
             State::On(graphs) => {
-                let known = graphs.as_mut().is_some_and(|graphs| graphs.contains(&key));
-                let full = graphs
-                    .as_ref()
-                    .is_some_and(|graphs| graphs.len() >= MOST_GRAPHS);
-                match (known, full) {
-                    (false, true) => Pass::Launched,
-                    _ => self.covering(&key, &inputs),
+                let has_room = graphs
+                    .as_mut()
+                    .is_none_or(|graphs| graphs.contains(&key) || graphs.len() < MOST_GRAPHS);
+                match has_room && self.covers(&key, inputs.id_range) {
+                    true => Pass::Captured(key, inputs.tensors),
+                    false => Pass::Launched,
                 }
             }
             _ if repeats >= WARM_UPS => Pass::Measured,
@@ -144,27 +132,26 @@ impl Capture {
                 Pass::Launched
             }
             _ => Pass::Launched,
-        };
-        Some((pass, key, inputs))
+        }
     }
 
-    /// Returns how a pass runs whose ids a graph has checked, or not: the pass of new ids is launched, by which the program
-    /// checks them.
-    fn covering(&mut self, key: &MicroBatchKey, inputs: &StaticInputs) -> Pass {
-        let Some((least, most)) = inputs.id_range else {
-            return Pass::Captured;
+    /// Returns `true` if the program has checked ids of this range in a pass of this key. The pass of new ids is launched, by
+    /// which it checks them.
+    fn covers(&mut self, key: &MicroBatchKey, ids: Option<(i64, i64)>) -> bool {
+        let Some((least, most)) = ids else {
+            return true;
         };
         match self.checked.iter_mut().find(|(known, _)| known == key) {
-            Some((_, (from, to))) if *from <= least && most <= *to => Pass::Captured,
             Some((_, (from, to))) => {
+                let covered = *from <= least && most <= *to;
                 (*from, *to) = ((*from).min(least), (*to).max(most));
-                Pass::Launched
+                covered
             }
             None => {
                 if self.checked.len() < MOST_CHECKED {
                     self.checked.push((key.clone(), (least, most)));
                 }
-                Pass::Launched
+                false
             }
         }
     }
@@ -199,14 +186,14 @@ impl TrainingRun {
         batch: B,
         mut loss: impl FnMut(&B) -> std::result::Result<Tensor, E>,
     ) -> Result<()> {
-        let chosen = self.capture.choose(&batch);
+        let pass = self.capture.choose(&batch);
         if let State::Refused(reason) = self.capture.state {
             self.capture.state = State::Off;
             self.log.say(&format!("cuda graphs not used: {reason}"));
         }
-        match chosen {
-            None | Some((Pass::Launched, ..)) => self.launch(&batch, loss),
-            Some((Pass::Measured, ..)) => {
+        match pass {
+            Pass::Launched => self.launch(&batch, loss),
+            Pass::Measured => {
                 synchronize(self.device);
                 let begun = Instant::now();
                 self.launch(&batch, loss)?;
@@ -217,16 +204,13 @@ impl TrainingRun {
                 }
                 Ok(())
             }
-            Some((Pass::Captured, key, inputs)) => {
+            Pass::Captured(key, inputs) => {
                 let (precision, device) = (self.precision, self.device);
                 let mut loss = |batch: &B| -> std::result::Result<Tensor, ProgramError> {
                     let _autocast = precision.autocast(device)?;
                     loss(batch).map_err(Into::into)
                 };
-                match self.captured(&key, batch, &inputs.tensors, &mut loss)? {
-                    None => self.replay(&key, &inputs.tensors, &mut loss),
-                    Some(batch) => self.launch(&batch, loss),
-                }
+                self.replay(&key, batch, &inputs, &mut loss)
             }
         }
     }
@@ -241,63 +225,42 @@ impl TrainingRun {
         self.backward(&loss)
     }
 
-    /// Captures the pass of a micro-batch unless it is captured. Returns the batch if its pass must be launched, because the
-    /// capture failed, which ends all captures.
-    fn captured<B: MicroBatch>(
+    /// Captures the pass of a micro-batch unless it is captured, and replays it. If the capture fails, which ends all captures,
+    /// the pass is launched.
+    fn replay<B: MicroBatch>(
         &mut self,
         key: &MicroBatchKey,
         batch: B,
         inputs: &[Tensor],
         loss: &mut impl FnMut(&B) -> std::result::Result<Tensor, ProgramError>,
-    ) -> Result<Option<B>> {
+    ) -> Result<()> {
         let State::On(graphs) = &mut self.capture.state else {
-            return Ok(Some(batch));
+            return self.launch(&batch, loss);
         };
         let graphs = match graphs {
             Some(graphs) => graphs,
             None => {
-                let parameters = self
-                    .parameters
-                    .iter()
-                    .map(|(_, tensor)| tensor.shallow_clone());
+                let parameters = shared(&self.parameters).into_iter().map(|(_, one)| one);
                 graphs.insert(BackwardGraphs::new(parameters.collect())?)
             }
         };
-        if graphs.contains(key) {
-            return Ok(None);
-        }
-        match graphs.capture(key.clone(), batch, inputs, loss) {
-            Ok(()) => {
-                let (count, mib) = (graphs.len(), graphs.bytes().div_ceil(1 << 20));
-                self.log.say(&match self.device.is_cuda() {
-                    true => format!(
-                        "cuda graphs {count} captured: forward and backward of a micro-batch ({mib} MiB)"
-                    ),
-                    false => format!(
-                        "cuda graphs none on {:?}: passes run on the tensors that a graph would have",
-                        self.device
-                    ),
-                });
-                Ok(None)
-            }
-            Err((error, batch)) => {
+        if !graphs.contains(key) {
+            if let Err((error, batch)) = graphs.capture(key.clone(), batch, inputs, &mut *loss) {
                 self.capture.state = State::Off;
                 self.log.say(&format!("cuda graphs not used: {error}"));
-                Ok(Some(batch))
+                return self.launch(&batch, loss);
             }
+            let (count, mib) = (graphs.len(), graphs.bytes().div_ceil(1 << 20));
+            self.log.say(&match self.device.is_cuda() {
+                true => format!(
+                    "cuda graphs {count} captured: forward and backward of a micro-batch ({mib} MiB)"
+                ),
+                false => format!(
+                    "cuda graphs none on {:?}: passes run on the tensors that a graph would have",
+                    self.device
+                ),
+            });
         }
-    }
-
-    /// Replays a captured pass.
-    fn replay<B: MicroBatch>(
-        &mut self,
-        key: &MicroBatchKey,
-        inputs: &[Tensor],
-        loss: &mut impl FnMut(&B) -> std::result::Result<Tensor, ProgramError>,
-    ) -> Result<()> {
-        let State::On(Some(graphs)) = &mut self.capture.state else {
-            return Ok(());
-        };
         let accumulator = &mut self.accumulator;
         // The graph does not divide the phases.
         self.log.recorder.phase(Phase::Backward, || {
@@ -340,9 +303,17 @@ mod tests {
     }
 
     /// Returns how the pass of `rows` rows runs.
-    fn next(capture: &mut Capture, rows: i64) -> Option<Pass> {
+    fn next(capture: &mut Capture, rows: i64) -> &'static str {
         let batch = Tensor::zeros([rows, 2], (Kind::Float, Device::Cpu));
-        capture.choose(&batch).map(|(pass, ..)| pass)
+        name(&capture.choose(&batch))
+    }
+
+    fn name(pass: &Pass) -> &'static str {
+        match pass {
+            Pass::Launched => "launched",
+            Pass::Measured => "measured",
+            Pass::Captured(..) => "captured",
+        }
     }
 
     fn reason(capture: &Capture) -> &'static str {
@@ -398,19 +369,20 @@ mod tests {
     fn equal_passes_are_measured_after_some_of_them() {
         let mut auto = capture(CudaGraphs::Auto, |_| {});
         for rows in [4, 4, 4, 3, 4, 4, 4] {
-            assert_eq!(next(&mut auto, rows), Some(Pass::Launched));
+            assert_eq!(next(&mut auto, rows), "launched");
         }
-        assert_eq!(next(&mut auto, 4), Some(Pass::Measured));
+        assert_eq!(next(&mut auto, 4), "measured");
         let ms = Duration::from_millis;
         let line = auto.judge(ms(50), ms(210)).unwrap();
         let expected =
             "cuda graphs not used: the GPU is the limit (a pass takes 210.0 ms, the host 50.0 ms)";
         assert_eq!(line, expected);
-        assert_eq!(next(&mut auto, 4), None);
+        assert!(matches!(auto.state, State::Off));
+        assert_eq!(next(&mut auto, 4), "launched");
 
         let mut auto = capture(CudaGraphs::Auto, |_| {});
         assert_eq!(auto.judge(ms(9), ms(10)), None);
-        assert_eq!(next(&mut auto, 4), Some(Pass::Captured));
+        assert_eq!(next(&mut auto, 4), "captured");
     }
 
     #[test]
@@ -418,11 +390,11 @@ mod tests {
         let mut auto = capture(CudaGraphs::Auto, |_| {});
         let changes = 0..=i64::from(MOST_CHANGES);
         for rows in changes {
-            assert_eq!(next(&mut auto, 1 + rows % 2), Some(Pass::Launched));
+            assert_eq!(next(&mut auto, 1 + rows % 2), "launched");
         }
-        assert_eq!(next(&mut auto, 5), Some(Pass::Launched));
+        assert_eq!(next(&mut auto, 5), "launched");
         assert!(reason(&auto).contains("vary"), "{}", reason(&auto));
-        assert_eq!(next(&mut auto, 5), None);
+        assert_eq!(next(&mut auto, 5), "launched");
     }
 
     fn batch(ids: &[i64]) -> overdrive_datasets::Batch {
@@ -437,10 +409,10 @@ mod tests {
     #[test]
     fn ids_that_no_pass_has_checked_are_launched() {
         let mut always = capture(CudaGraphs::Always, |_| {});
-        let mut pass = |ids: &[i64]| always.choose(&batch(ids)).unwrap().0;
-        assert_eq!(pass(&[5, 9, 7]), Pass::Launched);
-        assert_eq!(pass(&[5, 6, 7]), Pass::Captured);
-        assert_eq!(pass(&[5, 10, 7]), Pass::Launched);
-        assert_eq!(pass(&[6, 10, 7]), Pass::Captured);
+        let mut pass = |ids: &[i64]| name(&always.choose(&batch(ids)));
+        assert_eq!(pass(&[5, 9, 7]), "launched");
+        assert_eq!(pass(&[5, 6, 7]), "captured");
+        assert_eq!(pass(&[5, 10, 7]), "launched");
+        assert_eq!(pass(&[6, 10, 7]), "captured");
     }
 }

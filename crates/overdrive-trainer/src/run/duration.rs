@@ -12,9 +12,7 @@ const SOON: f64 = 20.0;
 /// The time of an epoch and of the run, which is known after the first steps of a process.
 #[derive(Debug)]
 pub(crate) struct DurationEstimate {
-    steps_per_epoch: u64,
-    total_steps: u64,
-    evaluates: bool,
+    plan: TrainingPlan,
     /// The first step of this process, and its end in seconds.
     first: Option<(u64, f64)>,
     is_reported: bool,
@@ -24,9 +22,7 @@ impl DurationEstimate {
     /// Creates the estimate of a run.
     pub(crate) fn new(plan: &TrainingPlan) -> Self {
         Self {
-            steps_per_epoch: plan.steps_per_epoch,
-            total_steps: plan.total_steps,
-            evaluates: plan.eval_steps.is_some(),
+            plan: *plan,
             first: None,
             is_reported: false,
         }
@@ -49,7 +45,7 @@ impl DurationEstimate {
         }
         self.is_reported = true;
         // A run that is almost over needs no estimate.
-        if step + STEPS > self.total_steps {
+        if step + STEPS > self.plan.total_steps {
             return None;
         }
         Some(self.line(step, seconds / steps as f64))
@@ -57,18 +53,17 @@ impl DurationEstimate {
 
     fn line(&self, step: u64, per_step: f64) -> String {
         let seconds = |steps: u64| units::seconds(per_step * steps as f64);
-        let without = match self.evaluates {
-            true => ", without evaluations",
-            false => "",
+        let without = match self.plan.eval_steps {
+            Some(_) => ", without evaluations",
+            None => "",
         };
+        let (epoch, run) = (self.plan.steps_per_epoch, self.plan.total_steps);
         format!(
-            "time        {} a step, {} an epoch of {} steps, {} the run of {} steps, {} of it left{without}",
+            "time        {} a step, {} an epoch of {epoch} steps, {} the run of {run} steps, {} of it left{without}",
             units::seconds(per_step),
-            seconds(self.steps_per_epoch),
-            self.steps_per_epoch,
-            seconds(self.total_steps),
-            self.total_steps,
-            seconds(self.total_steps - step),
+            seconds(epoch),
+            seconds(run),
+            seconds(run - step),
         )
     }
 }
@@ -76,15 +71,16 @@ impl DurationEstimate {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arguments::{IntervalStrategy, TrainingArguments};
 
     fn estimate() -> DurationEstimate {
-        DurationEstimate {
-            steps_per_epoch: 100,
-            total_steps: 300,
-            evaluates: true,
-            first: None,
-            is_reported: false,
-        }
+        let arguments = TrainingArguments {
+            max_steps: 300,
+            gradient_accumulation_steps: 1,
+            eval_strategy: IntervalStrategy::Steps,
+            ..TrainingArguments::default()
+        };
+        DurationEstimate::new(&arguments.plan(100).expect("valid"))
     }
 
     #[test]
@@ -119,10 +115,8 @@ mod tests {
 
     #[test]
     fn a_short_run_ends_before_it_would_be_told() {
-        let mut estimate = DurationEstimate {
-            total_steps: 8,
-            ..estimate()
-        };
+        let mut estimate = estimate();
+        estimate.plan.total_steps = 8;
         assert!((1..=8).all(|step| estimate.after_step(step, step as f64).is_none()));
     }
 }

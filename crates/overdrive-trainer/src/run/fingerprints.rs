@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::arguments::{
-    SequenceMode, TrainingArguments, differs_by_rank, keys_of, keys_of_the_order, plain,
+    TrainingArguments, as_value, differs_by_rank, keys_of, keys_of_the_order, plain,
 };
 use crate::data::TextData;
 use crate::{Error, Result};
@@ -257,13 +257,7 @@ impl TextData {
         if arguments.tokenizer.is_none() {
             all.set("vocab_size", arguments.vocab_size);
         }
-        all.set(
-            "sequences",
-            match arguments.sequence_mode() {
-                SequenceMode::Windows => "windows",
-                SequenceMode::Documents => "documents",
-            },
-        );
+        all.set("sequences", plain(&as_value(&arguments.sequence_mode())?));
         for (key, value) in keys_of(&arguments.model_config(self))? {
             if !FREE_MODEL_KEYS.contains(&key.as_str()) {
                 all.set(format!("model.{key}"), plain(&value));

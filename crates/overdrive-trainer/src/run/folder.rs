@@ -12,8 +12,7 @@ use overdrive_snapshot::{FolderLock, Snapshot};
 #[cfg(feature = "mlflow")]
 use crate::arguments::ReportTo;
 use crate::arguments::{
-    ARGUMENTS, Configuration, DpoArguments, FinetuneArguments, ResumeFromCheckpoint,
-    TrainingArguments, as_value,
+    ARGUMENTS, Configuration, Program, ResumeFromCheckpoint, TrainingArguments, as_value,
 };
 use crate::error::invalid;
 use crate::{Error, Result};
@@ -103,17 +102,24 @@ paths! {
 impl RunFolder {
     /// Creates the folder of a run and writes the configuration into it.
     ///
-    /// Without `output_dir` it is `runs/<preset>-<number>` in the working directory, with the next free
-    /// number; two programs that start at the same time get two folders. A given folder may hold anything
-    /// but a run that has logged a step, or files and snapshots of another program under the names of a run's; with
-    /// `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still running.
+    /// Without `output_dir` it is `runs/<preset>-<number>`, or `runs/finetune-<number>`, in the working directory, with the
+    /// next free number; two programs that start at the same time get two folders. A given folder may hold anything but a
+    /// run that has logged a step, or files and snapshots of another program under the names of a run's; with
+    /// `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still running. Fine-tuning
+    /// and preference training also refuse a folder that they read, and one with files of a model that is no run.
     ///
     /// # Errors
-    /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
-    /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
-    pub fn create(arguments: &TrainingArguments) -> Result<Self> {
-        let inputs = arguments.inputs();
-        Self::make(arguments, arguments.preset.name(), &inputs)?.with_arguments(arguments)
+    /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], [`Error::Common`] for a folder that the run reads,
+    /// and [`overdrive_snapshot::Error::Locked`] while another run writes there.
+    pub fn create<A: Configuration>(arguments: &A) -> Result<Self> {
+        // Before locking, so that a refused folder does not get a lock file.
+        Self::check_new(arguments)?;
+        let training = arguments.training();
+        let run = match &training.output_dir {
+            Some(root) => Self::given(root, training.overwrite_output_dir)?,
+            None => Self::numbered(Path::new(DEFAULT_PARENT), arguments.run_name())?,
+        };
+        run.with_arguments(arguments)
     }
 
     /// Locks the folder and writes the configuration into it.
@@ -135,8 +141,8 @@ impl RunFolder {
     ///
     /// # Errors
     /// As [`create`](RunFolder::create), and [`Error::Common`] if no option names the run.
-    pub fn open_or_create(group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
-        on_main(group, || match Self::to_resume(arguments)? {
+    pub fn open_or_create<A: Configuration>(group: &ProcessGroup, arguments: &A) -> Result<Self> {
+        on_main(group, || match Self::to_resume(arguments.training())? {
             Some(run) => run.with_arguments(arguments),
             None => Self::create(arguments),
         })
@@ -147,35 +153,45 @@ impl RunFolder {
         Ok(arguments.resumed_root()?.map(Self::at))
     }
 
-    /// Creates the folder that `output_dir` names, or a new one named after `name`, without files. The run reads the
-    /// `inputs`, each under its key.
-    fn make(
-        arguments: &TrainingArguments,
-        name: &str,
-        inputs: &[(&'static str, PathBuf)],
-    ) -> Result<Self> {
-        check_start(arguments)?;
-        match &arguments.output_dir {
-            Some(root) => Self::given(root, arguments.overwrite_output_dir, inputs),
-            None => Self::numbered(Path::new(DEFAULT_PARENT), name),
-        }
-    }
-
-    /// Checks that the folder of a run can be created or resumed, without writing anything.
+    /// Checks that the folder of a run can be created or resumed, without writing anything: call it before the data are
+    /// tokenized and the model is loaded.
     ///
     /// # Errors
     /// As [`open_or_create`](Self::open_or_create).
-    pub(crate) fn check(arguments: &TrainingArguments) -> Result<()> {
-        check_start(arguments)?;
-        match &arguments.output_dir {
-            Some(root) if root.exists() && Self::to_resume(arguments)?.is_none() => {
-                let run = Self::at(root);
-                run.check_is_folder()?;
-                run.check_free(arguments.overwrite_output_dir)?;
-                run.check_not_read(&arguments.inputs())
-            }
-            _ => Ok(()),
+    pub fn check<A: Configuration>(arguments: &A) -> Result<()> {
+        match Self::to_resume(arguments.training())? {
+            Some(_) => check_sources(arguments.training()),
+            None => Self::check_new(arguments),
         }
+    }
+
+    /// Checks that the folder of a run can be created, without writing anything.
+    fn check_new<A: Configuration>(arguments: &A) -> Result<()> {
+        let (training, inputs) = (arguments.training(), arguments.inputs());
+        check_sources(training)?;
+        let Some(root) = training.output_dir.as_ref().filter(|root| root.exists()) else {
+            return Ok(());
+        };
+        let run = Self::at(root);
+        if !root.is_dir() {
+            return Err(Error::InTheWay { path: run.root });
+        }
+        if A::PROGRAM != Program::Train {
+            let inputs = inputs.iter().map(|(key, path)| (*key, path.as_path()));
+            let inputs: Vec<_> = inputs.collect();
+            // A folder of a run is overwritten only if `overwrite_output_dir` says so.
+            match run.arguments().is_file() {
+                true => check_not_read("output_dir", root, &inputs)?,
+                false => drop(OutputFolder::check(
+                    "finetune",
+                    "output_dir",
+                    root,
+                    &inputs,
+                )?),
+            }
+        }
+        run.check_free(training.overwrite_output_dir)?;
+        run.check_not_read(&inputs)
     }
 
     /// Opens the folder of an existing run.
@@ -228,13 +244,11 @@ impl RunFolder {
         &self.root
     }
 
-    fn given(root: &Path, overwrite: bool, inputs: &[(&'static str, PathBuf)]) -> Result<Self> {
+    fn given(root: &Path, overwrite: bool) -> Result<Self> {
         let run = Self::at(root);
-        run.check_is_folder()?;
         fs::create_dir_all(root).map_err(|source| not_writable(root, source))?;
-        // Checked before locking too, so that a refused folder does not get a lock file.
-        run.check_free(overwrite)?;
         let lock = run.lock()?;
+        // Another run may have begun meanwhile.
         run.check_free(overwrite)?;
         if run.arguments().exists() {
             if !lock.is_exclusive() {
@@ -246,19 +260,9 @@ impl RunFolder {
                                 remove the folder yourself, or choose another one with `--out DIR`";
                 return invalid("overwrite_output_dir", true, expected);
             }
-            run.check_not_read(inputs)?;
             run.clear()?;
         }
         Ok(run)
-    }
-
-    fn check_is_folder(&self) -> Result<()> {
-        match self.root.exists() && !self.root.is_dir() {
-            true => Err(Error::InTheWay {
-                path: self.root.clone(),
-            }),
-            false => Ok(()),
-        }
     }
 
     /// Checks that the folder holds no run, or one that may be overwritten, and no files or snapshots of other
@@ -380,102 +384,9 @@ impl RunFolder {
     }
 }
 
-impl TrainingArguments {
-    /// Checks what would end the run only after its data are tokenized and its model is loaded: whether its folder can be
-    /// created or resumed, and whether its evaluations have the metric that `metric_for_best_model` names, which is the
-    /// loss or one of `metrics`.
-    ///
-    /// # Errors
-    /// As [`RunFolder::open_or_create`] and [`check_metric`](Self::check_metric).
-    pub fn check_start(&self, metrics: &[&str]) -> Result<()> {
-        RunFolder::check(self)?;
-        self.check_metric(metrics)
-    }
-
-    /// Returns the data and the tokenizer that a run reads, with their keys.
-    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
-        let tokenizer = self.tokenizer.clone().map(|path| ("tokenizer", path));
-        let data = self.data_paths().map(|path| ("data", path));
-        data.chain(tokenizer).collect()
-    }
-}
-
-impl FinetuneArguments {
-    /// Creates the folder of the run, `output_dir` or a new one under `runs/`, and writes the configuration
-    /// into it.
-    ///
-    /// # Errors
-    /// As [`RunFolder::create`], and [`Error::Common`](crate::Error::Common) for a folder that the run reads, or that has
-    /// files of a model or an adapter and is no run.
-    pub fn create_folder(&self) -> Result<RunFolder> {
-        self.create_for(self)
-    }
-
-    /// Creates the folder of the run of `all`, which is or contains this configuration.
-    fn create_for<A: Configuration>(&self, all: &A) -> Result<RunFolder> {
-        if let Some(root) = &self.training.output_dir {
-            let inputs = self.inputs();
-            let inputs: Vec<_> = inputs
-                .iter()
-                .map(|(key, path)| (*key, path.as_path()))
-                .collect();
-            // A folder of a run is overwritten only if `overwrite_output_dir` says so.
-            match RunFolder::open(root) {
-                Ok(_) => check_not_read("output_dir", root, &inputs)?,
-                Err(_) => drop(OutputFolder::check(
-                    "finetune",
-                    "output_dir",
-                    root,
-                    &inputs,
-                )?),
-            }
-        }
-        let mut inputs = self.inputs();
-        inputs.extend(self.training.inputs());
-        RunFolder::make(&self.training, "finetune", &inputs)?.with_arguments(all)
-    }
-
-    /// Returns the model and the template that a run reads, with their keys.
-    fn inputs(&self) -> Vec<(&'static str, PathBuf)> {
-        let template = self.chat_template_path.clone();
-        let template = template.map(|path| ("chat_template_path", path));
-        let model = ("model_name_or_path", self.model_name_or_path.clone());
-        [model].into_iter().chain(template).collect()
-    }
-
-    /// Opens or creates the folder as [`RunFolder::open_or_create`] does, for a fine-tuning run.
-    ///
-    /// # Errors
-    /// As [`RunFolder::open_or_create`].
-    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
-        self.open_or_create_for(group, self)
-    }
-
-    fn open_or_create_for<A: Configuration>(
-        &self,
-        group: &ProcessGroup,
-        all: &A,
-    ) -> Result<RunFolder> {
-        on_main(group, || match RunFolder::to_resume(&self.training)? {
-            Some(run) => run.with_arguments(all),
-            None => self.create_for(all),
-        })
-    }
-}
-
-impl DpoArguments {
-    /// Opens or creates the folder as [`FinetuneArguments::open_or_create_folder`] does, for a run of preference training.
-    ///
-    /// # Errors
-    /// As [`RunFolder::open_or_create`].
-    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
-        self.finetune.open_or_create_for(group, self)
-    }
-}
-
 /// Checks what a run would fail with after its folder is made: the snapshot to resume from, and the destinations of
 /// `report_to`.
-fn check_start(arguments: &TrainingArguments) -> Result<()> {
+fn check_sources(arguments: &TrainingArguments) -> Result<()> {
     if let Some(ResumeFromCheckpoint::Folder(snapshot)) = &arguments.resume_from_checkpoint {
         Snapshot::open_unverified(snapshot)?;
     }

@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use super::duration::DurationEstimate;
+use super::micro_batch::StepTotals;
 use super::plan::TrainingPlan;
 use super::summary::RunSummary;
-use super::totals::StepTotals;
 use super::training_run::Stepped;
 use crate::Result;
 use crate::arguments::TrainingArguments;
@@ -187,7 +187,7 @@ impl RunLog {
                 self.done.seconds = self.before.seconds + record.elapsed_seconds;
                 metrics.elapsed_seconds = Some(self.done.seconds);
             }
-            metrics.loss = sum / (step.totals.labels as f64).max(1.0);
+            metrics.loss = sum / (step.accumulated.total_tokens as f64).max(1.0);
             if step.accumulated.grad_norm.is_some() {
                 metrics.grad_norm = norms.next().copied();
             }

@@ -52,7 +52,7 @@ impl TrainingArguments {
             _ => Recomputation::Never,
         };
         plan.fused_kernels = self.fused_kernels;
-        plan.optimizer = self.optim.recipe().memory;
+        plan.optimizer = self.optim.memory();
         plan.accumulates = self.gradient_accumulation_steps > 1;
         plan
     }

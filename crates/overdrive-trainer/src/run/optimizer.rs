@@ -1,4 +1,4 @@
-//! The optimizers that `optim` names. One more is a variant of [`OptimizerName`] and a recipe here.
+//! The optimizers that `optim` names. One more is a variant of [`OptimizerName`] and its arms here.
 
 use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
 use overdrive_optim::{
@@ -15,99 +15,26 @@ use crate::arguments::{OptimizerName, TrainingArguments};
 /// The name of the parameter group that Muon trains, of [`DecayRule::groups_with_muon`].
 const MUON: &str = "muon";
 
-type Built = overdrive_optim::Result<Box<dyn Optimizer>>;
-
-/// The properties of an optimizer that a run and its estimates need.
-pub(crate) struct Recipe {
-    /// The states in the memory of the device.
-    pub(crate) memory: OptimizerMemory,
-    /// The states in a snapshot.
-    pub(crate) stored: OptimizerMemory,
-    build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
-}
-
-impl Recipe {
-    fn new(
-        memory: OptimizerMemory,
-        build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
-    ) -> Self {
-        Self {
-            stored: memory,
-            memory,
-            build,
-        }
-    }
-
-    /// Returns the recipe with the states elsewhere than in the memory of the device.
-    fn paged(self) -> Self {
-        Self {
-            memory: OptimizerMemory::PagedAdamW,
-            ..self
-        }
-    }
-}
-
-fn boxed<O: Optimizer + 'static>(optimizer: overdrive_optim::Result<O>) -> Built {
-    Ok(Box::new(optimizer?))
-}
-
 impl OptimizerName {
-    pub(crate) fn recipe(self) -> Recipe {
+    /// Returns the states in a snapshot.
+    pub(crate) fn stored(self) -> OptimizerMemory {
         match self {
-            Self::AdamwTorchFused => Recipe::new(OptimizerMemory::AdamW, |options, groups| {
-                boxed(AdamW::new(groups, options.adamw()))
-            }),
-            Self::Adamw8bit => Recipe::new(OptimizerMemory::AdamW8bit, |options, groups| {
-                let config = AdamW8bitConfig {
-                    learning_rate: options.learning_rate,
-                    betas: options.betas(),
-                    eps: options.adam_epsilon,
-                    weight_decay: options.weight_decay,
-                    full_precision_names: embeddings(),
-                    ..AdamW8bitConfig::default()
-                };
-                boxed(AdamW8bit::new(groups, config))
-            }),
-            Self::PagedAdamw32bit => Recipe::new(OptimizerMemory::AdamW, |options, groups| {
-                options.paged_adamw(groups, StateBits::ThirtyTwo)
-            })
-            .paged(),
-            Self::PagedAdamw8bit => Recipe::new(OptimizerMemory::AdamW8bit, |options, groups| {
-                options.paged_adamw(groups, StateBits::Eight)
-            })
-            .paged(),
-            Self::Lion32bit => Recipe::new(OptimizerMemory::Lion, |options, groups| {
-                let config = LionConfig {
-                    learning_rate: options.learning_rate,
-                    betas: options.betas(),
-                    weight_decay: options.weight_decay,
-                };
-                boxed(Lion::new(groups, config))
-            }),
-            Self::Adafactor => Recipe::new(OptimizerMemory::Adafactor, |options, groups| {
-                let config = AdafactorConfig {
-                    weight_decay: options.weight_decay,
-                    ..AdafactorConfig::with_learning_rate(options.learning_rate)
-                };
-                boxed(Adafactor::new(groups, config))
-            }),
-            Self::Sgd => Recipe::new(OptimizerMemory::Sgd, |options, groups| {
-                let config = SgdConfig {
-                    learning_rate: options.learning_rate,
-                    weight_decay: options.weight_decay,
-                    ..SgdConfig::default()
-                };
-                boxed(Sgd::new(groups, config))
-            }),
-            Self::Muon => Recipe::new(OptimizerMemory::Muon, TrainingArguments::muon),
+            Self::AdamwTorchFused | Self::PagedAdamw32bit => OptimizerMemory::AdamW,
+            Self::Adamw8bit | Self::PagedAdamw8bit => OptimizerMemory::AdamW8bit,
+            Self::Lion32bit => OptimizerMemory::Lion,
+            Self::Adafactor => OptimizerMemory::Adafactor,
+            Self::Sgd => OptimizerMemory::Sgd,
+            Self::Muon => OptimizerMemory::Muon,
         }
     }
-}
 
-/// Returns the names of the weights whose states stay in 32 bits, as transformers does through bitsandbytes'
-/// `GlobalOptimManager`.
-fn embeddings() -> Vec<String> {
-    EMBEDDING_NAMES.map(String::from).to_vec()
+    /// Returns the states in the memory of the device.
+    pub(crate) fn memory(self) -> OptimizerMemory {
+        match self {
+            Self::PagedAdamw32bit | Self::PagedAdamw8bit => OptimizerMemory::PagedAdamW,
+            other => other.stored(),
+        }
+    }
 }
 
 impl TrainingArguments {
@@ -130,7 +57,7 @@ impl TrainingArguments {
             OptimizerName::Muon => rule.groups_with_muon(parameters, self.weight_decay),
             _ => rule.groups(parameters, self.weight_decay),
         };
-        let build = |own| (self.optim.recipe().build)(self, own);
+        let build = |own| self.optimizer_of(own);
         if self.shards_optimizer() {
             return Ok(Box::new(ZeroRedundancyOptimizer::new(
                 group, groups, build,
@@ -140,39 +67,84 @@ impl TrainingArguments {
     }
 
     /// Returns `true` if each process keeps the optimizer states of its own parameters only (`zero_stage`).
-    pub fn shards_optimizer(&self) -> bool {
+    pub(super) fn shards_optimizer(&self) -> bool {
         self.zero_stage > 0
     }
 
-    fn betas(&self) -> (f64, f64) {
-        (self.adam_beta1, self.adam_beta2)
-    }
-
-    fn adamw(&self) -> AdamWConfig {
-        AdamWConfig {
-            learning_rate: self.learning_rate,
-            betas: self.betas(),
-            eps: self.adam_epsilon,
-            weight_decay: self.weight_decay,
+    /// Returns the optimizer that `optim` names, over these groups.
+    fn optimizer_of(&self, groups: Vec<ParamGroup>) -> overdrive_optim::Result<Box<dyn Optimizer>> {
+        let (learning_rate, weight_decay) = (self.learning_rate, self.weight_decay);
+        let (betas, eps) = ((self.adam_beta1, self.adam_beta2), self.adam_epsilon);
+        // Their states stay in 32 bits, as transformers does through bitsandbytes' `GlobalOptimManager`.
+        let embeddings = || EMBEDDING_NAMES.map(String::from).to_vec();
+        let adamw = AdamWConfig {
+            learning_rate,
+            betas,
+            eps,
+            weight_decay,
             ..AdamWConfig::default()
-        }
-    }
-
-    fn paged_adamw(&self, groups: Vec<ParamGroup>, state_bits: StateBits) -> Built {
-        let config = PagedAdamWConfig {
-            learning_rate: self.learning_rate,
-            betas: self.betas(),
-            eps: self.adam_epsilon,
-            weight_decay: self.weight_decay,
+        };
+        let paged = |state_bits| PagedAdamWConfig {
+            learning_rate,
+            betas,
+            eps,
+            weight_decay,
             state_bits,
             full_precision_names: embeddings(),
             ..PagedAdamWConfig::default()
         };
-        boxed(PagedAdamW::new(groups, config))
+        Ok(match self.optim {
+            OptimizerName::AdamwTorchFused => Box::new(AdamW::new(groups, adamw)?),
+            OptimizerName::Adamw8bit => {
+                let config = AdamW8bitConfig {
+                    learning_rate,
+                    betas,
+                    eps,
+                    weight_decay,
+                    full_precision_names: embeddings(),
+                    ..AdamW8bitConfig::default()
+                };
+                Box::new(AdamW8bit::new(groups, config)?)
+            }
+            OptimizerName::PagedAdamw32bit => {
+                Box::new(PagedAdamW::new(groups, paged(StateBits::ThirtyTwo))?)
+            }
+            OptimizerName::PagedAdamw8bit => {
+                Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?)
+            }
+            OptimizerName::Lion32bit => {
+                let config = LionConfig {
+                    learning_rate,
+                    betas,
+                    weight_decay,
+                };
+                Box::new(Lion::new(groups, config)?)
+            }
+            OptimizerName::Adafactor => {
+                let config = AdafactorConfig {
+                    weight_decay,
+                    ..AdafactorConfig::with_learning_rate(learning_rate)
+                };
+                Box::new(Adafactor::new(groups, config)?)
+            }
+            OptimizerName::Sgd => {
+                let config = SgdConfig {
+                    learning_rate,
+                    weight_decay,
+                    ..SgdConfig::default()
+                };
+                Box::new(Sgd::new(groups, config)?)
+            }
+            OptimizerName::Muon => Box::new(self.muon(groups, adamw)?),
+        })
     }
 
     /// Returns Muon over its own group, and AdamW over the others.
-    fn muon(&self, groups: Vec<ParamGroup>) -> Built {
+    fn muon(
+        &self,
+        groups: Vec<ParamGroup>,
+        adamw: AdamWConfig,
+    ) -> overdrive_optim::Result<CombinedOptimizer> {
         let (matrices, others): (Vec<_>, Vec<_>) =
             groups.into_iter().partition(|group| group.name == MUON);
         let muon = MuonConfig {
@@ -188,10 +160,10 @@ impl TrainingArguments {
             optimizers.push((MUON.to_owned(), Box::new(Muon::new(matrices, muon)?)));
         }
         if !others.is_empty() {
-            let adamw = AdamW::new(others, self.adamw())?;
+            let adamw = AdamW::new(others, adamw)?;
             optimizers.push(("adamw".to_owned(), Box::new(adamw)));
         }
-        Ok(Box::new(CombinedOptimizer::new(optimizers)?))
+        CombinedOptimizer::new(optimizers)
     }
 }
 

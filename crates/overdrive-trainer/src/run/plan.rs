@@ -95,7 +95,7 @@ impl TrainingPlan {
     }
 
     /// Returns the lengths that a learning-rate schedule needs.
-    pub fn schedule_length(&self) -> ScheduleLength {
+    pub(super) fn schedule_length(&self) -> ScheduleLength {
         ScheduleLength {
             warmup_steps: self.warmup_steps,
             total_steps: self.total_steps,

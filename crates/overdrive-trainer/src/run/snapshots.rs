@@ -70,7 +70,7 @@ impl TrainingArguments {
     ///
     /// # Errors
     /// An error if the loader has no batches, or the snapshot has no such entry or is one of other data.
-    pub fn plan_from<B: OnDevice>(
+    pub(super) fn plan_from<B: OnDevice>(
         &self,
         loader: &mut DeviceLoader<B>,
         snapshot: Option<&Snapshot>,

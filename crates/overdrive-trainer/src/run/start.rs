@@ -19,7 +19,7 @@ use super::capture::Capture;
 use super::fingerprints::Fingerprints;
 use super::folder::RunFolder;
 use super::log::RunLog;
-use super::totals::StepTotals;
+use super::micro_batch::StepTotals;
 use super::training_run::{State, TrainingRun, shared};
 use crate::arguments::TrainingArguments;
 use crate::{Interrupt, Result};

@@ -15,13 +15,11 @@ use overdrive_tracking::StepMetrics;
 use tch::{Device, Tensor};
 
 use super::capture::Capture;
-use super::evaluation::Evaluation;
 use super::log::{Done, RunLog};
-use super::micro_batch::MicroBatch;
+use super::micro_batch::{MicroBatch, StepTotals};
 use super::plan::TrainingPlan;
 use super::snapshots::{load_best, loader_totals};
-use super::summary::RunSummary;
-use super::totals::StepTotals;
+use super::summary::{Evaluation, RunSummary};
 use crate::arguments::TrainingArguments;
 use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 
@@ -121,7 +119,6 @@ pub(super) struct State {
 /// A step whose log line is not written yet.
 pub(super) struct Stepped {
     pub(super) metrics: StepMetrics,
-    pub(super) totals: StepTotals,
     pub(super) accumulated: AccumulatedStep,
     /// The metric of its evaluation.
     metric: Option<f64>,
@@ -228,7 +225,6 @@ impl TrainingRun {
             state.ema.as_mut().map(Ema::update).transpose()?;
         }
         // One collective for all totals, including the stop request, so that all processes stop at the same step.
-        self.totals.labels = accumulated.tokens;
         self.totals.stop = self.interrupt.ends_run();
         let totals = self.totals.over(&self.group)?;
         let mut metrics = self.log.end_step(&totals)?;
@@ -246,7 +242,6 @@ impl TrainingRun {
         }
         self.stepped = Some(Stepped {
             metrics,
-            totals,
             accumulated,
             metric: None,
             improved: false,

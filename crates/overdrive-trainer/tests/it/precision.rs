@@ -47,6 +47,23 @@ fn the_recommended_precision_is_taken_only_if_no_key_names_one() {
 }
 
 #[test]
+fn each_key_of_a_precision_selects_it() {
+    let mut arguments = Preset::Tiny.arguments();
+    assert!(!arguments.selects_precision());
+    let precisions = [
+        Precision::Bf16,
+        Precision::Fp16,
+        Precision::Fp8,
+        Precision::Tf32,
+    ];
+    for precision in precisions {
+        arguments.set_precision(precision);
+        assert!(arguments.selects_precision(), "{precision}");
+        assert_eq!(arguments.precision(), precision);
+    }
+}
+
+#[test]
 fn a_run_takes_subnormal_numbers_for_zero_unless_its_key_is_off() {
     let mut arguments = Preset::Tiny.arguments();
     arguments.apply().unwrap();

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use overdrive_distributed::ProcessGroup;
 use overdrive_trainer::{
-    Error, FinetuneArguments, Layers, Preset, ResumeFromCheckpoint, RunFolder, TrainingArguments,
+    DpoArguments, Error, FinetuneArguments, Layers, Preset, ResumeFromCheckpoint, RunFolder,
+    TrainingArguments,
 };
 
 fn arguments(root: &Path) -> TrainingArguments {
@@ -208,14 +209,43 @@ fn what_a_run_reads_is_not_removed_with_the_run_that_it_overwrites() {
         },
         ..FinetuneArguments::default()
     };
-    let error = tuned
-        .create_folder()
-        .expect_err("it would remove the model");
+    let error = RunFolder::create(&tuned).expect_err("it would remove the model");
     assert!(error.to_string().contains("(`model_name_or_path`)"));
     assert!(text.exists());
     overwriting.data.clear();
     RunFolder::create(&overwriting).expect("overwritten");
     assert!(!text.exists());
+}
+
+#[test]
+fn a_fine_tuning_into_the_folder_of_a_model_is_refused_before_anything_is_loaded() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let [model, other] = ["model", "other"].map(|name| folder.path().join(name));
+    for folder in [&model, &other] {
+        fs::create_dir(folder).expect("made");
+        fs::write(folder.join("config.json"), "{}").expect("written");
+    }
+    for (root, expected) in [
+        (&model, "which it would overwrite"),
+        (&other, "did not write"),
+    ] {
+        let tuned = FinetuneArguments {
+            model_name_or_path: model.clone(),
+            training: arguments(root),
+            ..FinetuneArguments::default()
+        };
+        let preferred = DpoArguments {
+            finetune: tuned.clone(),
+            ..DpoArguments::default()
+        };
+        for refused in [RunFolder::check(&tuned), RunFolder::check(&preferred)] {
+            let error = refused.expect_err("a model is there").to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+        // A run of training does not write there.
+        RunFolder::check(&arguments(root)).expect("free");
+        assert_eq!(contents(root).len(), 1);
+    }
 }
 
 #[test]
@@ -287,7 +317,7 @@ fn a_run_that_is_still_running_is_neither_overwritten_nor_resumed() {
     let refused = [
         RunFolder::create(&overwriting).map(drop),
         RunFolder::open_or_create(&group, &resuming).map(drop),
-        tuning.create_folder().map(drop),
+        RunFolder::create(&tuning).map(drop),
         opened.snapshots(&group, &resuming).map(drop),
         opened.trackers(&group, &resuming, 0).map(drop),
     ];
@@ -356,7 +386,7 @@ fn the_configuration_is_replaced_and_not_written_in_place() {
     };
     fs::remove_file(&old).expect("removed");
     fs::hard_link(root.join("training_args.json"), &old).expect("links");
-    let third = written(tuning.open_or_create_folder(&group).expect("resumed"));
+    let third = written(RunFolder::open_or_create(&group, &tuning).expect("resumed"));
     assert_ne!(second, third);
     assert_eq!(fs::read(&old).expect("there"), second);
 }

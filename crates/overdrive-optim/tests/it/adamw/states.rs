@@ -82,7 +82,7 @@ fn the_error_of_missing_extra_or_misshapen_tensors_names_them() {
     assert_eq!(
         message,
         "the optimizer state does not fit: missing tensors: gain.exp_avg; unexpected tensors: other.exp_avg; \
-         misshapen tensors: proj.bias.exp_avg_sq has shape [4] and must have [33]"
+         misshapen tensors: proj.bias.exp_avg_sq is Float [4] and must be Float [33]"
     );
 }
 

@@ -1,19 +1,16 @@
 //! The checks of a run before it starts: `train --check`.
 
-mod data;
-mod disk;
-mod facts;
-mod machine;
-mod memory;
-mod speed;
+mod checks;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
+use std::path::Path;
 
+use overdrive_precision::{Precision, Recommendation};
+use overdrive_profiling::{GpuMonitor, GpuProcess, free_memory};
+use overdrive_sys::threads;
 use tch::Device;
-
-pub use facts::MachineFacts;
 
 use crate::Result;
 use crate::arguments::TrainingArguments;
@@ -34,7 +31,8 @@ pub enum Severity {
 /// The result of one check. [`Display`](fmt::Display) is a line, and one with the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// The subject of the check: `folder`, `data`, `disk`, `memory`, `precision`, `processes`, `threads` or `speed`.
+    /// The subject of the check: `folder`, `data`, `tokenizer`, `disk`, `memory`, `threads`, `processes`, `precision` or
+    /// `speed`.
     pub subject: &'static str,
     /// The weight.
     pub severity: Severity,
@@ -127,6 +125,74 @@ struct Sizes {
     micro_batches_per_epoch: Option<u64>,
 }
 
+/// The facts about the machine that a run depends on.
+#[derive(Debug, Clone)]
+pub(crate) struct MachineFacts {
+    /// The device that trains.
+    device: Device,
+    /// The precision of the run.
+    precision: Precision,
+    /// The recommended precision of the device, with the reason.
+    recommended: Recommendation,
+    /// The reason why the precision of the run is slow or unsafe on the device.
+    precision_warning: Option<String>,
+    /// The bytes that new tensors can take on the device.
+    free_memory: Option<u64>,
+    /// The bytes that a user may write on the disk of the run's folder.
+    free_disk: Option<u64>,
+    /// The number of processors that this process may use, by its affinity and its control group.
+    processors: usize,
+    /// The number of threads inside one operator.
+    threads: usize,
+    /// The other processes on the GPU.
+    gpu_processes: Vec<GpuProcess>,
+}
+
+impl MachineFacts {
+    /// Finds the facts for a run with these arguments on `device`.
+    ///
+    /// # Errors
+    /// An error of setting the number of threads.
+    fn detect(arguments: &TrainingArguments, device: Device) -> Result<Self> {
+        arguments.set_threads()?;
+        let precision = arguments.precision();
+        // Counted before anything is allocated: inside a container, the driver may list this process under a
+        // different id.
+        let gpu_processes = match device {
+            Device::Cuda(index) => {
+                GpuMonitor::open(index).map_or_else(|_| Vec::new(), |gpu| gpu.other_processes())
+            }
+            _ => Vec::new(),
+        };
+        let folder = arguments.output_dir.as_deref();
+        Ok(Self {
+            device,
+            precision,
+            recommended: Precision::recommend(device),
+            precision_warning: precision.warning(device),
+            free_memory: free_memory(device),
+            free_disk: free_disk(folder.unwrap_or(Path::new("."))),
+            processors: std::thread::available_parallelism().map_or(1, Into::into),
+            threads: threads::intra_op(),
+            gpu_processes,
+        })
+    }
+}
+
+/// Returns the bytes that a user may write on the disk of `path`, whose folder need not exist yet.
+#[cfg(unix)]
+fn free_disk(path: &Path) -> Option<u64> {
+    let absolute = std::path::absolute(path).ok()?;
+    let there = absolute.ancestors().find(|path| path.exists())?;
+    let disk = rustix::fs::statvfs(there).ok()?;
+    disk.f_bavail.checked_mul(disk.f_frsize)
+}
+
+#[cfg(not(unix))]
+fn free_disk(_: &Path) -> Option<u64> {
+    None
+}
+
 impl TrainingArguments {
     /// Checks a run on `device` without training: its folder and its reports, the data, the disk, the memory by estimate,
     /// the precision, other processes on the GPU, the threads, and the keys that would slow it down. `processes` is the
@@ -152,7 +218,7 @@ impl TrainingArguments {
         Ok(check)
     }
 
-    pub(crate) fn check_with(
+    fn check_with(
         &self,
         facts: &MachineFacts,
         data: Result<TextData>,
@@ -163,14 +229,27 @@ impl TrainingArguments {
             vocabulary: data.map_or(self.vocab_size, TextData::vocab_size),
             micro_batches_per_epoch: data.ok().map(|data| data.micro_batches_per_epoch(self)),
         };
-        let mut findings = data::findings(self, data);
-        findings.push(disk::finding(self, facts, &sizes)?);
-        findings.push(memory::finding(self, facts, &sizes, processes)?);
-        findings.push(machine::precision(facts));
-        findings.extend(machine::other_processes(facts));
-        findings.push(machine::threads(facts, processes));
-        findings.extend(speed::findings(self, facts, &sizes)?);
+        let mut findings = checks::data(self, data);
+        findings.extend(self.check_machine(facts, &sizes, processes)?);
+        findings.push(checks::precision(facts));
+        findings.extend(checks::speed(self, facts, &sizes)?);
         Ok(RunCheck { findings })
+    }
+
+    /// Returns the findings of the checks that take milliseconds.
+    fn check_machine(
+        &self,
+        facts: &MachineFacts,
+        sizes: &Sizes,
+        processes: usize,
+    ) -> Result<Vec<Finding>> {
+        let mut findings = vec![
+            checks::disk(self, facts, sizes)?,
+            checks::memory(self, facts, sizes, processes)?,
+            checks::threads(facts, processes),
+        ];
+        findings.extend(checks::other_processes(facts));
+        Ok(findings)
     }
 
     /// Returns the warnings that the start of a run prints: the checks of [`check_run`](Self::check_run) that take
@@ -189,12 +268,7 @@ impl TrainingArguments {
             vocabulary: data.vocab_size(),
             micro_batches_per_epoch: Some(data.micro_batches_per_epoch(self)),
         };
-        let mut findings = vec![
-            disk::finding(self, &facts, &sizes)?,
-            memory::finding(self, &facts, &sizes, processes)?,
-            machine::threads(&facts, processes),
-        ];
-        findings.extend(machine::other_processes(&facts));
+        let mut findings = self.check_machine(&facts, &sizes, processes)?;
         findings.retain(|finding| finding.severity > Severity::Fine);
         Ok(findings)
     }

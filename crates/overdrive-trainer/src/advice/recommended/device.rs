@@ -1,7 +1,5 @@
 //! The facts about a device on which settings depend.
 
-use std::fmt;
-
 use overdrive_core::gpu_peaks::GpuGeneration;
 use overdrive_precision::Precision;
 use overdrive_profiling::{Machine, free_memory};
@@ -35,28 +33,6 @@ pub struct DeviceFacts {
     pub memory_mib: u64,
     /// The kind.
     pub kind: DeviceKind,
-}
-
-/// The attention kernel that `flash_attention_2` runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Attention {
-    /// libtorch's FlashAttention 2 (or cuDNN's), which needs half precision and compute capability 8.0.
-    Flash,
-    /// libtorch's memory-efficient attention, for older GPUs and fp32. It does not store the scores either.
-    MemoryEfficient,
-    /// Overdrive's blockwise attention on CPUs, which does not store the scores either.
-    Blockwise,
-}
-
-impl fmt::Display for Attention {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Flash => "flash",
-            Self::MemoryEfficient => "memory-efficient",
-            Self::Blockwise => "blockwise",
-        })
-    }
 }
 
 impl DeviceFacts {
@@ -103,12 +79,15 @@ impl DeviceFacts {
         }
     }
 
-    /// Returns the attention kernel.
-    pub fn attention(&self) -> Attention {
+    /// Returns the attention kernel that `flash_attention_2` runs. None of them stores the scores.
+    pub fn attention(&self) -> &'static str {
         match self.kind {
-            DeviceKind::Gpu { capability } if capability >= (8, 0) => Attention::Flash,
-            DeviceKind::Gpu { .. } => Attention::MemoryEfficient,
-            DeviceKind::Cpu { .. } => Attention::Blockwise,
+            // libtorch's FlashAttention 2 (or cuDNN's), which needs half precision.
+            DeviceKind::Gpu { capability } if capability >= (8, 0) => "flash",
+            // libtorch's, for older GPUs and fp32.
+            DeviceKind::Gpu { .. } => "memory-efficient",
+            // Overdrive's.
+            DeviceKind::Cpu { .. } => "blockwise",
         }
     }
 

@@ -2,11 +2,10 @@
 
 mod device;
 mod devices_and_models;
-mod estimate;
 mod settings;
 #[cfg(test)]
 mod tests;
 
-pub use device::{Attention, DeviceFacts, DeviceKind};
+pub use device::{DeviceFacts, DeviceKind};
 pub use devices_and_models::{DEVICES, MODELS, ModelSize};
 pub use settings::{RecommendedSettings, Task, TrainedWeights};

@@ -1,4 +1,4 @@
-//! The settings, and the choices among which the first that fits is taken.
+//! The settings, the choices among which the first that fits is taken, and the estimate of their memory.
 
 use std::fmt;
 
@@ -9,8 +9,9 @@ use overdrive_profiling::DecoderShape;
 use OptimizerName::{Adamw8bit, AdamwTorchFused};
 use TrainedWeights::{All, Lora, Qlora};
 
-use super::{Attention, DeviceFacts, DeviceKind, estimate};
+use super::{DeviceFacts, DeviceKind};
 use crate::Result;
+use crate::advice::tuning::TuneCandidate;
 use crate::arguments::{OptimizerName, TrainingArguments};
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
@@ -18,6 +19,13 @@ use crate::arguments::{OptimizerName, TrainingArguments};
 pub(super) const LEAST_MICRO_BATCH: u64 = 4;
 /// The number of tokens in a micro-batch beyond which a CPU gains nothing: its matmuls are at their peak.
 const MOST_CPU_TOKENS: u64 = 4096;
+
+/// The rank of the adapters.
+const RANK: u64 = 16;
+/// The bytes of a trained weight: fp32 weight, gradient and two moments.
+const TRAINED: u64 = 16;
+/// The bits of a weight in NF4 with double quantization, times 1000.
+const NF4_MILLIBITS: u64 = 4127;
 
 /// The task of a training run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,20 +76,15 @@ const CHOICES: [(TrainedWeights, bool, OptimizerName); 7] = [
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecommendedSettings {
-    /// The precision; [`Precision::Fp16`] with loss scaling.
-    pub precision: Precision,
+    /// The precision ([`Precision::Fp16`] with loss scaling), the batch, the checkpointing and the workers, which a
+    /// [search](TrainingArguments::tune) may improve.
+    pub candidate: TuneCandidate,
     /// The attention kernel that `attn_implementation: flash_attention_2` (the default) runs on the device.
-    pub attention: Attention,
+    pub attention: &'static str,
     /// The weights that are trained.
     pub trains: TrainedWeights,
-    /// The micro-batch and the accumulation.
-    pub batch: BatchPlan,
-    /// The value of `gradient_checkpointing`.
-    pub gradient_checkpointing: bool,
     /// The optimizer.
     pub optim: OptimizerName,
-    /// The value of `dataloader_num_workers`.
-    pub dataloader_num_workers: usize,
     /// The estimated peak of the tensors in bytes.
     pub estimated_bytes: u64,
 }
@@ -105,7 +108,7 @@ impl RecommendedSettings {
     /// let t4 = DEVICES.iter().find(|device| device.name == "T4").unwrap();
     /// let llama = MODELS.iter().find(|model| model.name == "8.0B").unwrap();
     /// let settings = RecommendedSettings::of(t4, llama.shape, 1024, Task::Finetune)?.unwrap();
-    /// assert_eq!(settings.precision, Precision::Fp16); // Turing has no bf16
+    /// assert_eq!(settings.candidate.precision, Precision::Fp16); // Turing has no bf16
     /// assert_eq!(settings.trains, TrainedWeights::Qlora);
     /// # Ok::<(), overdrive_trainer::Error>(())
     /// ```
@@ -127,17 +130,20 @@ impl RecommendedSettings {
                     if plan.micro_batch() < least.min(batch.micro_batch()) {
                         break;
                     }
-                    let mut settings = Self {
+                    let candidate = TuneCandidate {
+                        batch: plan,
                         precision: device.precision(),
+                        gradient_checkpointing,
+                        dataloader_num_workers: device.workers(),
+                    };
+                    let mut settings = Self {
+                        candidate,
                         attention: device.attention(),
                         trains,
-                        batch: plan,
-                        gradient_checkpointing,
                         optim,
-                        dataloader_num_workers: device.workers(),
                         estimated_bytes: 0,
                     };
-                    settings.estimated_bytes = estimate::peak(&settings, shape, length)?;
+                    settings.estimated_bytes = peak(&settings, shape, length)?;
                     if settings.estimated_bytes <= limit {
                         return Ok(Some(settings));
                     }
@@ -147,13 +153,12 @@ impl RecommendedSettings {
         Ok(None)
     }
 
-    /// Sets the keys of a training from scratch to these settings.
-    pub fn apply(&self, arguments: &mut TrainingArguments) {
-        arguments.set_precision(self.precision);
-        arguments.set_batch_plan(self.batch);
-        arguments.gradient_checkpointing = self.gradient_checkpointing;
-        arguments.optim = self.optim;
-        arguments.dataloader_num_workers = self.dataloader_num_workers;
+    /// Returns `arguments` of a training from scratch with these settings.
+    pub fn applied_to(&self, arguments: &TrainingArguments) -> TrainingArguments {
+        TrainingArguments {
+            optim: self.optim,
+            ..self.candidate.of(arguments)
+        }
     }
 }
 
@@ -170,19 +175,54 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
     }
 }
 
+/// Returns the estimated peak of the tensors in bytes.
+fn peak(settings: &RecommendedSettings, shape: DecoderShape, length: u64) -> Result<u64> {
+    let precision = settings.candidate.precision;
+    let half = precision.autocast_dtype().is_some();
+    let arguments = settings.applied_to(&TrainingArguments {
+        context_length: length,
+        ..TrainingArguments::default()
+    });
+    let all = arguments.memory_plan_of(shape, precision).estimate()?;
+    let stored = if half { 2 } else { 4 };
+    let tables = if shape.tied_embeddings { 1 } else { 2 };
+    let embeddings = tables * shape.vocabulary * shape.hidden;
+    let blocks = shape.parameters() - embeddings;
+    let frozen = match settings.trains {
+        All => return Ok(all.peak),
+        Lora => stored * shape.parameters(),
+        // One matrix at a time is dequantized for a matmul with many rows.
+        Qlora => {
+            stored * embeddings
+                + blocks.div_ceil(8000) * NF4_MILLIBITS
+                + stored * shape.hidden * shape.intermediate
+        }
+    };
+    // An upper bound: beside frozen weights fewer activations are kept.
+    let step = all.activations + all.recomputed.max(all.logits);
+    Ok(frozen + TRAINED * adapters(&shape) + step)
+}
+
+/// Returns the number of weights of adapters of query and value, PEFT's choice for Llama.
+fn adapters(shape: &DecoderShape) -> u64 {
+    let queries = shape.heads * shape.head_dim;
+    let values = shape.kv_heads * shape.head_dim;
+    shape.layers * RANK * (2 * shape.hidden + queries + values)
+}
+
 impl fmt::Display for RecommendedSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scaling = match self.precision {
+        let scaling = match self.candidate.precision {
             Precision::Fp16 => " with loss scaling",
             _ => "",
         };
         write!(
             f,
             "{}{scaling}, {} attention, {}, {} workers",
-            self.precision,
+            self.candidate.precision,
             self.attention,
             self.choice(),
-            self.dataloader_num_workers,
+            self.candidate.dataloader_num_workers,
         )
     }
 }
@@ -197,10 +237,10 @@ impl RecommendedSettings {
         };
         let mut text = format!(
             "{weights}, {} × {}",
-            self.batch.micro_batch(),
-            self.batch.accumulation_steps()
+            self.candidate.batch.micro_batch(),
+            self.candidate.batch.accumulation_steps()
         );
-        if self.gradient_checkpointing {
+        if self.candidate.gradient_checkpointing {
             text += ", checkpointing";
         }
         if self.optim == Adamw8bit {

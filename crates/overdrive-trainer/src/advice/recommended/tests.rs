@@ -38,20 +38,16 @@ fn the_names_of_the_models_are_their_sizes() {
 #[test]
 fn the_precision_follows_from_capability_and_tensor_cores() {
     for (name, precision, attention) in [
-        ("GTX 1080 Ti", Precision::Fp32, Attention::MemoryEfficient),
-        ("GTX 1660 Ti", Precision::Fp32, Attention::MemoryEfficient),
-        ("RTX 2080 Ti", Precision::Fp16, Attention::MemoryEfficient),
-        ("T4", Precision::Fp16, Attention::MemoryEfficient),
-        ("V100 16GB", Precision::Fp16, Attention::MemoryEfficient),
-        ("RTX 3060", Precision::Bf16, Attention::Flash),
-        ("RTX 4090", Precision::Bf16, Attention::Flash),
-        ("A100 40GB", Precision::Bf16, Attention::Flash),
-        ("H200", Precision::Bf16, Attention::Flash),
-        (
-            "CPU, 8 cores, 16 GiB",
-            Precision::Fp32,
-            Attention::Blockwise,
-        ),
+        ("GTX 1080 Ti", Precision::Fp32, "memory-efficient"),
+        ("GTX 1660 Ti", Precision::Fp32, "memory-efficient"),
+        ("RTX 2080 Ti", Precision::Fp16, "memory-efficient"),
+        ("T4", Precision::Fp16, "memory-efficient"),
+        ("V100 16GB", Precision::Fp16, "memory-efficient"),
+        ("RTX 3060", Precision::Bf16, "flash"),
+        ("RTX 4090", Precision::Bf16, "flash"),
+        ("A100 40GB", Precision::Bf16, "flash"),
+        ("H200", Precision::Bf16, "flash"),
+        ("CPU, 8 cores, 16 GiB", Precision::Fp32, "blockwise"),
     ] {
         let device = device(name);
         assert_eq!(
@@ -71,7 +67,10 @@ fn all_settings_fit_and_keep_the_effective_batch() {
                     continue;
                 };
                 assert!(settings.estimated_bytes <= device.usable_memory());
-                assert_eq!(settings.batch.effective_batch(), task.effective_batch());
+                assert_eq!(
+                    settings.candidate.batch.effective_batch(),
+                    task.effective_batch()
+                );
                 let is_all = settings.trains == TrainedWeights::All;
                 assert!(task == Task::Finetune || is_all, "{settings}");
             }
@@ -95,7 +94,7 @@ fn more_memory_never_costs_a_method_or_a_larger_batch() {
                     TrainedWeights::Lora => 2,
                     TrainedWeights::All => 3,
                 };
-                method + 3 * u64::from(found.batch.micro_batch() >= LEAST_MICRO_BATCH)
+                method + 3 * u64::from(found.candidate.batch.micro_batch() >= LEAST_MICRO_BATCH)
             });
             assert!(rank >= last, "{} at {memory_mib} MiB", model.name);
             last = rank;
@@ -115,9 +114,8 @@ fn an_eight_billion_model_needs_four_bits_on_a_consumer_card_and_not_on_an_h200(
 
 #[test]
 fn settings_become_keys() {
-    let mut arguments = TrainingArguments::default();
     let found = settings(device("RTX 2080 Ti"), &MODELS[0], Task::Train).unwrap();
-    found.apply(&mut arguments);
+    let arguments = found.applied_to(&TrainingArguments::default());
     arguments.validate().unwrap();
     assert!(arguments.fp16 && !arguments.bf16);
     assert_eq!(arguments.sequences_per_step(), 64);

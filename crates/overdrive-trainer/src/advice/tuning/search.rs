@@ -5,7 +5,7 @@ use overdrive_core::units;
 use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 
-use super::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
+use super::{Trial, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
 use crate::Error;
 use crate::arguments::TrainingArguments;
 
@@ -23,7 +23,7 @@ pub(super) struct Search<'a, E> {
     arguments: &'a TrainingArguments,
     shape: DecoderShape,
     options: &'a TuneOptions,
-    trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
+    trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TuneOutcome, E>,
     trials: usize,
     /// All divisors of the effective batch, the largest first.
     batches: Vec<BatchPlan>,
@@ -35,7 +35,7 @@ impl<'a, E: From<Error>> Search<'a, E> {
         arguments: &'a TrainingArguments,
         shape: DecoderShape,
         options: &'a TuneOptions,
-        trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TrialEnd, E>,
+        trial: &'a mut dyn FnMut(&TuneCandidate) -> Result<TuneOutcome, E>,
     ) -> Result<Self, E> {
         let effective = TrainingArguments {
             per_device_train_batch_size: arguments.sequences_per_step(),
@@ -238,9 +238,10 @@ impl<'a, E: From<Error>> Search<'a, E> {
         }
         self.trials += 1;
         let outcome = match (self.trial)(&candidate)? {
-            TrialEnd::OutOfMemory(message) => TuneOutcome::OutOfMemory(message),
-            TrialEnd::Measured(trial) if trial.peak_bytes > limit => TuneOutcome::OverLimit(trial),
-            TrialEnd::Measured(trial) => TuneOutcome::Measured(trial),
+            TuneOutcome::Measured(trial) if trial.peak_bytes > limit => {
+                TuneOutcome::OverLimit(trial)
+            }
+            other => other,
         };
         let row = TuneRow {
             candidate,

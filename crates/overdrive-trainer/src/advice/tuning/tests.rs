@@ -41,7 +41,7 @@ fn tune(effective: u64, options: &TuneOptions, factor: f64, law: Law) -> (Tuning
         let changed = candidate.of(&arguments);
         changed.validate()?;
         let peak = changed.estimated_peak(shape(), candidate.precision, candidate.batch)?;
-        Ok::<_, Error>(TrialEnd::Measured(Trial {
+        Ok::<_, Error>(TuneOutcome::Measured(Trial {
             peak_bytes: (peak as f64 * factor) as u64,
             tokens_per_second: law(candidate),
             data_share: 0.0,
@@ -165,8 +165,8 @@ fn out_of_memory_is_a_row_and_not_an_error() {
     let tuning = arguments
         .tune(shape(), &options(u64::MAX), |candidate| {
             Ok::<_, Error>(match candidate.batch.micro_batch() > 4 {
-                true => TrialEnd::OutOfMemory("CUDA out of memory".to_owned()),
-                false => TrialEnd::Measured(Trial {
+                true => TuneOutcome::OutOfMemory("CUDA out of memory".to_owned()),
+                false => TuneOutcome::Measured(Trial {
                     peak_bytes: 1,
                     tokens_per_second: rising(candidate),
                     data_share: 0.0,
@@ -188,7 +188,7 @@ fn workers_are_tried_only_where_data_loading_takes_time() {
     let search = |data_share| {
         let tuning = arguments.tune(shape(), &options(u64::MAX), |candidate| {
             let workers = candidate.dataloader_num_workers as f64;
-            Ok::<_, Error>(TrialEnd::Measured(Trial {
+            Ok::<_, Error>(TuneOutcome::Measured(Trial {
                 peak_bytes: 1,
                 tokens_per_second: rising(candidate) * (1.0 + 0.1 * workers),
                 data_share,

@@ -10,7 +10,7 @@ use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_sys::process::terminate_with_parent;
 use overdrive_tracking::{StepMetrics, read_metrics};
 
-use super::{Trial, TrialEnd, TuneCandidate};
+use super::{Trial, TuneCandidate, TuneOutcome};
 use crate::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
 use crate::run::RunFolder;
 use crate::{Error, Interrupt, Result};
@@ -50,14 +50,14 @@ impl Trials {
         &self,
         arguments: &TrainingArguments,
         candidate: &TuneCandidate,
-    ) -> Result<TrialEnd> {
+    ) -> Result<TuneOutcome> {
         let folder = files::unfinished_folder(std::env::temp_dir().join("tune"))?;
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
         short.write(&config)?;
         let output = self.output(&config, folder.path())?;
         if let Some(message) = out_of_memory(&output) {
-            return Ok(TrialEnd::OutOfMemory(message));
+            return Ok(TuneOutcome::OutOfMemory(message));
         }
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr);
@@ -70,7 +70,7 @@ impl Trials {
         let effective = arguments.tokens_per_step();
         let measured = measure(&records, self.warmup, effective);
         match measured {
-            Some(measured) => Ok(TrialEnd::Measured(measured)),
+            Some(measured) => Ok(TuneOutcome::Measured(measured)),
             None => failed(format!(
                 "the trial ran {} steps, too few to measure; give more data or fewer steps",
                 records.len()

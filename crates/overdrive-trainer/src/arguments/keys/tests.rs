@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::translations::{SECTIONS, TRANSLATIONS};
 use super::{rows, rows_of};
-use crate::arguments::key::{Harmless, Key, Program, Range, Reader, at, plain};
+use crate::arguments::key::{Harmless, Key, Program, Range, at, plain};
 use crate::arguments::layers::sealed::Keyed;
 use crate::{
     ConfigArgs, Configuration, DpoArguments, DpoConfig, Error, FinetuneArguments, Layers,
@@ -32,19 +32,19 @@ fn fields(arguments: &Value) -> BTreeSet<String> {
     dotted.collect()
 }
 
-fn names_of(readers: &[Reader]) -> BTreeSet<String> {
-    let rows = rows().filter(|key| readers.contains(&key.reader));
+fn names_of(readers: &[&[Program]]) -> BTreeSet<String> {
+    let rows = rows().filter(|key| readers.contains(&key.readers));
     rows.map(|key| key.name.to_owned()).collect()
 }
 
 #[test]
 fn every_field_has_a_row_and_every_row_a_field() {
     let training = serde_json::to_value(TrainingArguments::default()).unwrap();
-    assert_eq!(fields(&training), names_of(&[Reader::All, Reader::Train]));
+    assert_eq!(fields(&training), names_of(&[Program::ALL, Program::TRAIN]));
     let tuning = serde_json::to_value(FinetuneArguments::default()).unwrap();
-    assert_eq!(fields(&tuning), names_of(&[Reader::Finetune]));
+    assert_eq!(fields(&tuning), names_of(&[Program::FINETUNE]));
     let preference = serde_json::to_value(DpoConfig::default()).unwrap();
-    assert_eq!(fields(&preference), names_of(&[Reader::Dpo]));
+    assert_eq!(fields(&preference), names_of(&[Program::DPO]));
 }
 
 #[test]
@@ -141,7 +141,7 @@ fn every_key_is_read_by_code_that_changes_the_run() {
     sources(&here().join("src"), &mut files);
     sources(&here().join("../../examples"), &mut files);
     let code: String = files.iter().map(|path| code(path)).collect();
-    for key in rows().filter(|key| key.reader != Reader::None) {
+    for key in rows().filter(|key| !key.readers.is_empty()) {
         let field = key.leaf();
         let read = reads(&code, field);
         assert!(read, "`{}` is accepted, and no code reads it", key.name);
@@ -327,10 +327,10 @@ mod guide {
         };
         let train = text(TrainingArguments::defaults());
         let tune = text(FinetuneArguments::defaults());
-        match key.reader {
-            Reader::Finetune => tune,
-            Reader::Dpo => text(DpoArguments::defaults()),
-            Reader::All if tune != train && !tune.is_empty() => {
+        match key.readers {
+            Program::FINETUNE => tune,
+            Program::DPO => text(DpoArguments::defaults()),
+            Program::ALL if tune != train && !tune.is_empty() => {
                 format!("{train}; {tune} in fine-tuning")
                     .trim_start_matches("; ")
                     .to_owned()
@@ -342,11 +342,11 @@ mod guide {
     fn all_keys() {
         let mut table =
             "| key | flag | default | read by | description |\n|---|---|---|---|---|\n".to_owned();
-        for key in rows().filter(|key| key.reader != Reader::None) {
-            let reader = match key.reader {
-                Reader::All => "all",
-                Reader::Train => "`train`",
-                Reader::Dpo => "`dpo`",
+        for key in rows().filter(|key| !key.readers.is_empty()) {
+            let reader = match key.readers {
+                Program::ALL => "all",
+                Program::TRAIN => "`train`",
+                Program::DPO => "`dpo`",
                 _ => "`finetune`",
             };
             let flag = key
@@ -393,7 +393,7 @@ mod guide {
 
     fn keys_without_effect() {
         let mut table = "| key | accepted | instead |\n|---|---|---|\n".to_owned();
-        for key in rows().filter(|key| key.reader == Reader::None) {
+        for key in rows().filter(|key| key.readers.is_empty()) {
             let accepted = match key.harmless {
                 Harmless::Any => "any value, without effect".to_owned(),
                 Harmless::Only(json) => format!("`{json}`"),

@@ -2,13 +2,11 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use overdrive_precision::Precision;
+use overdrive_profiling::MemoryPlan;
 
 use super::FinetuneModel;
 use crate::Result;
-use crate::arguments::FinetuneArguments;
 use crate::run::{RunSummary, tensor_bytes};
-use crate::tasks::language_model::decoder_shape;
 
 /// The memory of a fine-tuning run, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,23 +30,17 @@ pub struct TrainingMemory {
 }
 
 impl TrainingMemory {
-    /// Returns the memory of a run during which the memory statistics were recorded. `width` is the number of
-    /// tokens in a row of a micro-batch, for the estimate.
+    /// Returns the memory of a run during which the memory statistics were recorded. `plan` is that of its micro-batches,
+    /// for the estimate.
     ///
     /// # Errors
     /// An error if the memory cannot be estimated.
     pub fn of(
-        arguments: &FinetuneArguments,
-        precision: Precision,
+        plan: &MemoryPlan,
         model: &FinetuneModel,
         summary: &RunSummary,
-        width: u64,
         peak_bytes: Option<u64>,
     ) -> Result<Self> {
-        let mut plan = arguments
-            .training
-            .memory_plan_of(decoder_shape(&model.model), precision);
-        plan.length = width;
         let full = plan.estimate()?;
         let gradients = model
             .trainable

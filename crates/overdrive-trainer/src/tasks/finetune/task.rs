@@ -33,6 +33,8 @@ pub struct FinetuneTask {
 pub(crate) struct Measured {
     pub(crate) shard: DataShard,
     pub(crate) fill: BatchFill,
+    /// The rows of an example.
+    pub(crate) rows: u64,
     /// The tokens of the widest row.
     pub(crate) width: u64,
     /// The bytes that were allocated before the model was loaded.
@@ -53,9 +55,10 @@ impl FinetuneTask {
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
+        loaded.fit(arguments, 1, group, &mut say)?;
         let data = InstructionData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.fingerprints(arguments, group)?;
-        let measured = loaded.measured(data.fill(arguments)?);
+        let measured = loaded.measured(1, data.fill(arguments)?);
         say(&format!(
             "batches     {} of {} rows per epoch, {}",
             data.train_loader(arguments, measured.shard)?
@@ -119,10 +122,12 @@ impl FinetuneTask {
         self.model.model.set_training(false)?;
         let peak = MemoryUsage::of(self.measured.shard.device()).peak_allocated_bytes;
         let peak = peak.map(|peak| peak.saturating_sub(self.measured.allocated_before));
+        let (model, training) = (self.model, &arguments.training);
+        let mut plan = training.memory_plan_of(decoder_shape(&model.model), self.precision);
+        plan.batch = plan.batch.saturating_mul(self.measured.rows);
         // The longest row bounds the activations, which dominate the estimate.
-        let width = self.measured.width.min(arguments.training.context_length);
-        let (model, precision) = (self.model, self.precision);
-        let memory = TrainingMemory::of(arguments, precision, &model, &summary, width, peak)?;
+        plan.length = self.measured.width.min(training.context_length);
+        let memory = TrainingMemory::of(&plan, &model, &summary, peak)?;
         Ok(Finetuned {
             arguments: arguments.clone(),
             folder,
@@ -172,10 +177,6 @@ impl LoadedModel {
             ));
             arguments.training.context_length = context;
         }
-        let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
-        if let Some(line) = arguments.fit_batch(shape, precision, trainable, device, group)? {
-            say(&line);
-        }
         Ok(Self {
             model,
             precision,
@@ -184,11 +185,34 @@ impl LoadedModel {
         })
     }
 
-    /// Returns the measurements that a task keeps, with the fill and the widest row of its batches.
-    pub(crate) fn measured(&self, (fill, width): (BatchFill, u64)) -> Measured {
+    /// Makes the micro-batches as small as the free memory demands, with `auto_find_batch_size`: call it when all models are
+    /// loaded. Each example is `rows` rows.
+    pub(crate) fn fit(
+        &self,
+        arguments: &mut FinetuneArguments,
+        rows: u64,
+        group: &ProcessGroup,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<()> {
+        let (shape, trainable) = (
+            decoder_shape(&self.model.model),
+            self.model.trainable_parameters(),
+        );
+        let (precision, device) = (self.precision, self.shard.device());
+        let line = arguments.fit_batch(shape, precision, trainable, rows, device, group)?;
+        if let Some(line) = line {
+            say(&line);
+        }
+        Ok(())
+    }
+
+    /// Returns the measurements that a task keeps, with the fill and the widest row of its batches, whose examples are `rows`
+    /// rows each.
+    pub(crate) fn measured(&self, rows: u64, (fill, width): (BatchFill, u64)) -> Measured {
         Measured {
             shard: self.shard,
             fill,
+            rows,
             width,
             allocated_before: self.allocated_before,
         }

@@ -16,6 +16,9 @@ use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
 use crate::{Interrupt, Result};
 
+/// A pair is two rows of a micro-batch: the chosen and the rejected answer.
+const ROWS_OF_A_PAIR: u64 = 2;
+
 /// A loaded model, its reference and preference data, ready for Direct Preference Optimization.
 #[derive(Debug)]
 pub struct PreferenceTask {
@@ -72,9 +75,18 @@ impl PreferenceTask {
             return invalid("init_lora_weights", arguments.init_lora_weights, expected);
         }
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
+        let reference = match arguments.use_peft {
+            true => Reference::Base,
+            false => {
+                let copy = FinetuneModel::load_base(arguments, arguments.training.device(group))?;
+                copy.set_requires_grad(false)?;
+                Reference::Copy(Box::new(copy))
+            }
+        };
+        loaded.fit(arguments, ROWS_OF_A_PAIR, group, &mut say)?;
         let data = PreferenceData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.chosen.fingerprints(arguments, group)?;
-        let measured = loaded.measured(data.fill(arguments)?);
+        let measured = loaded.measured(ROWS_OF_A_PAIR, data.fill(arguments)?);
         let (mut model, precision, shard) = (loaded.model, loaded.precision, measured.shard);
         say(&format!(
             "batches     {} of {} pairs per epoch, {}",
@@ -83,14 +95,6 @@ impl PreferenceTask {
             measured.fill,
         ));
         model.describe(arguments, precision, &mut say);
-        let reference = match arguments.use_peft {
-            true => Reference::Base,
-            false => {
-                let copy = FinetuneModel::load_base(arguments, shard.device())?;
-                copy.set_requires_grad(false)?;
-                Reference::Copy(Box::new(copy))
-            }
-        };
         say(match reference {
             Reference::Base => "reference   the model without its adapter",
             Reference::Copy(_) => "reference   a second copy of the model",
