@@ -9,8 +9,7 @@
 //! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
 //!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto; [`emit_nvtx`] marks
 //!   operators for Nsight Systems;
-//! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens per second and
-//!   MFU;
+//! - [`ModelFlops`] and [`PeakFlops`] turn tokens per second into MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
 //!   [`free_memory`] returns the memory that is available to it;
 //! - [`Targets`] compares the share of data loading and the GPU utilization of a run with targets;
@@ -64,14 +63,12 @@ mod step_record;
 mod step_recorder;
 mod step_timer;
 mod targets;
-mod throughput;
 mod trace;
 
 pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
 pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
-pub use device_timeline::DevicePhases;
 #[doc(hidden)]
-pub use device_timeline::{DeviceClock, StandInClock, serve_cpu_with};
+pub use device_timeline::{DeviceClock, DevicePhases, StandInClock, serve_cpu_with};
 pub use error::{Error, Result};
 pub use free_memory::free_memory;
 pub use gpu_monitor::{GpuMonitor, GpuProcess, GpuSample, NoGpuMonitor};
@@ -93,5 +90,4 @@ pub use step_record::StepRecord;
 pub use step_recorder::{StepRecorder, StepRecorderConfig, StepWork, Timing};
 pub use step_timer::{PhaseGuard, StepTimer};
 pub use targets::{TargetResult, Targets};
-pub use throughput::Throughput;
 pub use trace::{GroupBy, KeyAverages, OperatorStats, SortBy, Trace, TraceEvent};
