@@ -10,8 +10,7 @@
 //!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto; [`emit_nvtx`] marks
 //!   operators for Nsight Systems;
 //! - [`ModelFlops`] and [`PeakFlops`] turn tokens per second into MFU;
-//! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
-//!   [`free_memory`] returns the memory that is available to it;
+//! - [`free_memory`] returns the memory that is available to a run;
 //! - [`Targets`] compares the share of data loading and the GPU utilization of a run with targets;
 //! - [`HostReads`] counts the operators with which the host waits for the device, [`OperatorCounts`] their launches
 //!   and bytes;
@@ -51,7 +50,6 @@ mod free_memory;
 mod gpu_monitor;
 mod host_reads;
 mod machine;
-mod memory_estimate;
 mod memory_usage;
 mod model_flops;
 mod operator_counts;
@@ -74,10 +72,6 @@ pub use free_memory::free_memory;
 pub use gpu_monitor::{GpuMonitor, GpuProcess, GpuSample, NoGpuMonitor};
 pub use host_reads::HostReads;
 pub use machine::Machine;
-pub use memory_estimate::{
-    Change, DecoderShape, ExpertShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
-    MemoryPrecision, OptimizerMemory, PeakPoint, Recomputation,
-};
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
 pub use operator_counts::OperatorCounts;

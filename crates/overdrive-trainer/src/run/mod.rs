@@ -27,6 +27,7 @@ pub use evaluation::Evaluation;
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;
 pub use log::Done;
+pub(crate) use memory::gpu_memory;
 pub use micro_batch::{MicroBatch, StaticInputs};
 pub use plan::TrainingPlan;
 pub use snapshots::BestModel;

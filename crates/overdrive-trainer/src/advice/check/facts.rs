@@ -7,8 +7,10 @@ use overdrive_profiling::{GpuMonitor, GpuProcess, free_memory};
 use overdrive_sys::threads;
 use tch::Device;
 
+use super::Sizes;
 use crate::Result;
 use crate::arguments::TrainingArguments;
+use crate::memory_estimate::MemoryPlan;
 
 /// The facts about the machine that a run depends on.
 #[derive(Debug, Clone)]
@@ -62,6 +64,14 @@ impl MachineFacts {
             threads: threads::intra_op(),
             gpu_processes,
         })
+    }
+
+    /// Returns the memory plan of the run on this machine.
+    pub(super) fn memory_plan(&self, arguments: &TrainingArguments, sizes: &Sizes) -> MemoryPlan {
+        MemoryPlan {
+            gpu_memory: self.free_memory.filter(|_| self.device.is_cuda()),
+            ..arguments.memory_plan(sizes.vocabulary, self.precision)
+        }
     }
 }
 

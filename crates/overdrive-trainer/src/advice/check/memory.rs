@@ -16,7 +16,7 @@ pub(super) fn finding(
     sizes: &Sizes,
     processes: usize,
 ) -> Result<Finding> {
-    let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
+    let plan = facts.memory_plan(arguments, sizes);
     let shared_by = match facts.device {
         tch::Device::Cpu => processes.max(1) as u64,
         _ => 1,

@@ -1,12 +1,14 @@
 //! The keys that would slow a run down.
 
-use overdrive_profiling::{MemoryAttention, MemoryPlan, Recomputation};
+use overdrive_checkpointing::Schedule;
+use overdrive_transformer::AttentionImplementation;
 use tch::Device;
 
 use super::Severity::Warning;
 use super::{Finding, MachineFacts, Sizes};
 use crate::Result;
 use crate::arguments::{IntervalStrategy, SequenceMode, TrainingArguments};
+use crate::memory_estimate::MemoryPlan;
 
 /// The share of the time above which evaluations are reported.
 const MOST_EVALUATION: f64 = 0.2;
@@ -19,14 +21,14 @@ pub(super) fn findings(
     facts: &MachineFacts,
     sizes: &Sizes,
 ) -> Result<Vec<Finding>> {
-    let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
+    let plan = facts.memory_plan(arguments, sizes);
     let whole = MemoryPlan {
-        recomputation: Recomputation::Never,
-        ..plan
+        schedule: Schedule::Never,
+        ..plan.clone()
     };
     let doubled = MemoryPlan {
-        batch: 2 * plan.batch,
-        ..plan
+        batch: plan.batch.saturating_mul(2),
+        ..plan.clone()
     };
     let gpu = facts.device != Device::Cpu;
     let evaluation = evaluation_share(arguments, sizes)?;
@@ -40,13 +42,13 @@ pub(super) fn findings(
         (cfg!(debug_assertions),
             "this is no release build, so its kernels are slow",
             "build it with `--release`"),
-        (plan.attention == MemoryAttention::Eager,
+        (plan.attention == AttentionImplementation::Eager,
             "`attn_implementation: eager` computes and stores the scores of all pairs of tokens",
             "leave `attn_implementation` out, which selects flash attention"),
         (!arguments.fused_kernels,
             "`fused_kernels: false` computes norms, rotary positions, gates and the loss in several passes",
             "leave `fused_kernels` out"),
-        (plan.recomputation != Recomputation::Never && has_room(&whole, facts)?,
+        (plan.schedule != Schedule::Never && has_room(&whole, facts)?,
             "`gradient_checkpointing` computes blocks twice, and without it the run fits into the free memory",
             "leave `gradient_checkpointing` out"),
         (pads(arguments),

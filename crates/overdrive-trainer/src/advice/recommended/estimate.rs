@@ -1,10 +1,9 @@
 //! The estimate of the memory with adapters and quantized weights.
 
-use overdrive_profiling::DecoderShape;
-
-use super::{RecommendedSettings, TrainedWeights};
+use super::{DeviceFacts, DeviceKind, RecommendedSettings, TrainedWeights};
 use crate::Result;
 use crate::arguments::TrainingArguments;
+use crate::memory_estimate::{DecoderShape, MemoryPlan};
 
 /// The rank of the adapters.
 const RANK: u64 = 16;
@@ -16,6 +15,7 @@ const NF4_MILLIBITS: u64 = 4127;
 /// Returns the estimated peak of the tensors in bytes.
 pub(super) fn peak(
     settings: &RecommendedSettings,
+    device: &DeviceFacts,
     shape: DecoderShape,
     length: u64,
 ) -> Result<u64> {
@@ -25,9 +25,14 @@ pub(super) fn peak(
         ..TrainingArguments::default()
     };
     settings.apply(&mut arguments);
-    let all = arguments
-        .memory_plan_of(shape, settings.precision)
-        .estimate()?;
+    let plan = MemoryPlan {
+        gpu_memory: match device.kind {
+            DeviceKind::Gpu { .. } => Some(device.usable_memory()),
+            DeviceKind::Cpu { .. } => None,
+        },
+        ..arguments.memory_plan_of(shape, settings.precision)
+    };
+    let all = plan.estimate()?;
     let stored = if half { 2 } else { 4 };
     let tables = if shape.tied_embeddings { 1 } else { 2 };
     let embeddings = tables * shape.vocabulary * shape.hidden;

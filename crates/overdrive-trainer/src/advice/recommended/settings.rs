@@ -4,7 +4,6 @@ use std::fmt;
 
 use overdrive_accumulation::BatchPlan;
 use overdrive_precision::Precision;
-use overdrive_profiling::DecoderShape;
 
 use OptimizerName::{Adamw8bit, AdamwTorchFused};
 use TrainedWeights::{All, Lora, Qlora};
@@ -12,6 +11,7 @@ use TrainedWeights::{All, Lora, Qlora};
 use super::{Attention, DeviceFacts, DeviceKind, estimate};
 use crate::Result;
 use crate::arguments::{OptimizerName, TrainingArguments};
+use crate::memory_estimate::DecoderShape;
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.
@@ -137,7 +137,7 @@ impl RecommendedSettings {
                         dataloader_num_workers: device.workers(),
                         estimated_bytes: 0,
                     };
-                    settings.estimated_bytes = estimate::peak(&settings, shape, length)?;
+                    settings.estimated_bytes = estimate::peak(&settings, device, shape, length)?;
                     if settings.estimated_bytes <= limit {
                         return Ok(Some(settings));
                     }

@@ -7,7 +7,8 @@ use overdrive_precision::Precision;
 use super::FinetuneModel;
 use crate::Result;
 use crate::arguments::FinetuneArguments;
-use crate::run::{RunSummary, tensor_bytes};
+use crate::memory_estimate::MemoryPlan;
+use crate::run::{RunSummary, gpu_memory, tensor_bytes};
 use crate::tasks::language_model::decoder_shape;
 
 /// The memory of a fine-tuning run, in bytes.
@@ -45,10 +46,12 @@ impl TrainingMemory {
         width: u64,
         peak_bytes: Option<u64>,
     ) -> Result<Self> {
-        let mut plan = arguments
-            .training
-            .memory_plan_of(decoder_shape(&model.model), precision);
-        plan.length = width;
+        let shape = decoder_shape(&model.model);
+        let plan = MemoryPlan {
+            length: width,
+            gpu_memory: gpu_memory(model.model.device()),
+            ..arguments.training.memory_plan_of(shape, precision)
+        };
         let full = plan.estimate()?;
         let gradients = model
             .trainable
