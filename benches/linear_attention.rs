@@ -58,7 +58,9 @@ fn prompt(criterion: &mut Criterion) {
     let tensors = random(&[1, TOKENS], false);
     for (name, backend) in BACKENDS {
         group.bench_function(name, |bencher| {
-            bencher.iter(|| gated_delta_rule(inputs(&tensors), None, &options(backend)));
+            bencher.iter(|| {
+                gated_delta_rule(inputs(&tensors), None, &options(backend)).expect("the shapes fit")
+            });
         });
     }
     group.finish();

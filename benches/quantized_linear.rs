@@ -130,7 +130,7 @@ fn quantized_linear(criterion: &mut Criterion) {
             };
             let first = make();
             let bytes = first.1;
-            let count = UNCACHED_BYTES.div_ceil(bytes).min(16);
+            let count = UNCACHED_BYTES.div_ceil(bytes);
             let mut products = vec![first];
             products.resize_with(count, make);
             println!(

@@ -16,10 +16,10 @@ use clap::Parser;
 use overdrive::accumulation::BatchPlan;
 use overdrive::core::{OutputFolder, files, units};
 use overdrive::precision::Precision;
-use overdrive::profiling::{DecoderShape, Machine};
+use overdrive::profiling::Machine;
 use overdrive::trainer::{
-    DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments,
-    Trials, TuneOptions, Tuning, print_line, run_main, usable_memory,
+    DecoderShape, DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs,
+    TrainingArguments, Trials, TuneOptions, Tuning, print_line, run_main, usable_memory,
 };
 use overdrive_examples::MemoryLimit;
 use tch::Device;
@@ -114,6 +114,7 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     describe(&arguments, device, limit, shape)?;
 
     let mut options = TuneOptions::new(limit, precisions(&arguments, device));
+    options.device = device;
     options.max_trials = flags.max_trials.into();
     options.workers.retain(|&workers| workers <= processors());
     let tuning = arguments.tune(shape, &options, |candidate| {

@@ -16,3 +16,12 @@ pub use perplexity::{Perplexity, Windows};
 pub use random_model::random_model;
 pub use step::{Shape, Step, StepResult, step_from};
 pub use trained::Trained;
+
+/// Returns the median, the mean of the two middle values of an even number; NaN of none.
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    match values.len() {
+        0 => f64::NAN,
+        n => f64::midpoint(values[n / 2], values[(n - 1) / 2]),
+    }
+}

@@ -31,10 +31,6 @@ fn main() {
     for folder in &libtorch.include_dirs {
         build.flag("-isystem").flag(folder);
     }
-    build.define(
-        "_GLIBCXX_USE_CXX11_ABI",
-        if libtorch.cxx11_abi { "1" } else { "0" },
-    );
     if cfg!(feature = "c10d") {
         build.file(unit("shim/c10d")).define("USE_C10D_GLOO", None);
         build.flag("-isystem").flag("shim/c10d/gloo");

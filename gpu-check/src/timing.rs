@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use overdrive::profiling::{GroupBy, ProfilerConfig, SortBy, profile};
+use overdrive::profiling::{GroupBy, ProfilerConfig, SortBy, Trace, profile};
 use overdrive_gpu::Kernels;
 use tch::Device;
 
@@ -40,6 +40,24 @@ pub(crate) fn seconds(
     Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
 }
 
+/// Returns the result of `work` with its trace, of the host and of a GPU, for which it waits.
+pub(crate) fn trace<T>(
+    device: Device,
+    settings: ProfilerConfig,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<(T, Trace)> {
+    let settings = ProfilerConfig {
+        cuda: Some(device != Device::Cpu),
+        ..settings
+    };
+    let (result, trace) = profile(settings, || {
+        let result = work();
+        synchronize(device);
+        result
+    })?;
+    Ok((result?, trace))
+}
+
 /// The kernels that a finding names, and the characters of their names.
 const MOST_KERNELS: usize = 14;
 const MOST_LETTERS: usize = 48;
@@ -50,16 +68,7 @@ pub(crate) fn kernels_by_time(
     steps: usize,
     work: impl FnOnce() -> Result<()>,
 ) -> Result<Finding> {
-    let settings = ProfilerConfig {
-        cuda: Some(true),
-        ..ProfilerConfig::default()
-    };
-    let (result, trace) = profile(settings, || {
-        let result = work();
-        synchronize(device);
-        result
-    })?;
-    result?;
+    let ((), trace) = trace(device, ProfilerConfig::default(), work)?;
     let mut averages = trace.key_averages(GroupBy::Name);
     averages.sort_by(SortBy::SelfDeviceTime);
     let each = |nanoseconds: u64| nanoseconds as f64 / 1e6 / steps.max(1) as f64;

@@ -85,7 +85,7 @@ pub(crate) fn deny_is_installed() -> Result<()> {
 
 /// Trains on this repository's own sources and checks the metrics.
 fn training() -> Result<()> {
-    let out = cargo::workspace().join("target/xtask/training-check");
+    let out = cargo::target_folder().join("xtask/training-check");
     // A run of an earlier check would make the trainer refuse the folder.
     let _ = fs::remove_dir_all(&out);
     // Not in the recommended precision, which depends on the machine, and on sources alone: what lies among the

@@ -56,7 +56,7 @@ pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
     };
     // 0 seconds would mean unlimited time to libFuzzer.
     let seconds = (minutes * 60.0).ceil() as u64;
-    let folder = cargo::workspace().join("target/fuzz");
+    let folder = cargo::target_folder().join("fuzz");
     let mut found = Vec::new();
     for name in chosen {
         let searched = search(&program, name, seconds, &folder, &scratch);
@@ -92,7 +92,7 @@ fn build() -> Result<PathBuf> {
     fs::copy(workspace.join("Cargo.lock"), &lock)
         .map_err(|error| Failure::io("could not write", &lock, &error))?;
     // A named target, so that build scripts and procedural macros are compiled without the flags.
-    let target = workspace.join("target/fuzz/build");
+    let target = cargo::target_folder().join("fuzz/build");
     Cargo::fuzzer(&manifest, &target, &host, BUILD).run()?;
     Ok(target.join(host).join("release/readers"))
 }

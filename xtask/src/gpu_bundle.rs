@@ -6,19 +6,19 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use overdrive_core::print_line;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::dist::manifest::{Needs, commit};
 use crate::dist::program::{self, Program};
-use crate::dist::{Made, copy, failed, name, replaceable_by, target_of};
+use crate::dist::{
+    MANIFEST, copy, copy_own_licences, create, failed, make, name, replaceable, target_of, write,
+};
 use crate::failure::{Failure, Result};
-use crate::lock;
 use crate::setup::{self, Request};
-use crate::{cargo, hash, space, torch, unpack};
+use crate::{cargo, hash, space, torch};
 
 const FORMAT: &str = "overdrive-gpu-bundle";
 const FORMAT_VERSION: u64 = 1;
-const MANIFEST: &str = "manifest.json";
 /// The comparison with PyTorch.
 const SCRIPTS: [&str; 4] = [
     "gpu_decode.py",
@@ -32,7 +32,7 @@ const RUN: &str = include_str!("gpu_bundle/run.sh");
 
 /// Builds and collects the files; the output folder is created by one rename.
 pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
-    let target = target_of(out, "target/dist/gpu-check")?;
+    let target = target_of(out, "dist/gpu-check")?;
     torch::choose(BUILT_FOR)?;
     let series = torch::release()?.series();
     if series != BUILT_FOR {
@@ -42,23 +42,13 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
         .remedy(format!("cargo xtask gpu-bundle --torch {BUILT_FOR}")));
     }
     // Before the build, which takes minutes.
-    replaceable_by("gpu-bundle", is_bundle, &target)?;
+    replaceable("gpu-bundle", FORMAT, &target)?;
     setup::setup(Request::Any, false)?;
     let built = program::of_kind(&cargo::gpu_check_program().output()?, "bin")?;
     let built = built.iter().find(|program| program.file == "gpu-check");
     let built = built.ok_or_else(|| Failure::new("cargo did not build `gpu-check`"))?;
 
-    let parent = target.parent().unwrap_or(&target);
-    fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
-    let lock = parent.join(format!(".{}.lock", name(&target)));
-    let _lock = lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
-    for left in unpack::sweep(&target) {
-        eprintln!("removed leftovers of an earlier run: {left}");
-    }
-    let made = Made(unpack::unfinished(&target));
-    let (needs, bytes) = gather(&made.0, built)?;
-    unpack::sync(&made.0)?;
-    unpack::publish(&made.0, &target)?;
+    let (needs, bytes) = make(&target, |folder| gather(folder, built))?;
     print_line(format_args!(
         "{}, {}; it needs {}",
         target.display(),
@@ -72,18 +62,10 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     Ok(())
 }
 
-/// Returns `true` if this command has created `folder`.
-fn is_bundle(folder: &Path) -> bool {
-    fs::read_to_string(folder.join(MANIFEST))
-        .ok()
-        .and_then(|text| serde_json::from_str::<Value>(&text).ok())
-        .is_some_and(|manifest| manifest["format"] == FORMAT)
-}
-
 /// Writes the files and returns what the program needs of the system, and its bytes.
 fn gather(made: &Path, built: &Program) -> Result<(Needs, u64)> {
     let scripts = made.join("python");
-    fs::create_dir_all(&scripts).map_err(|error| failed("could not create", &scripts, &error))?;
+    create(&scripts)?;
     let program = made.join(&built.file);
     built.copy_stripped(&program)?;
     let workspace = cargo::workspace();
@@ -93,14 +75,13 @@ fn gather(made: &Path, built: &Program) -> Result<(Needs, u64)> {
             &scripts.join(script),
         )?;
     }
-    for licence in ["LICENSE", "LICENSE-APACHE", "LICENSE-MIT"] {
-        copy(&workspace.join(licence), &made.join(licence))?;
-    }
+    copy_own_licences(made)?;
     let run = made.join("run.sh");
     write(&run, RUN)?;
     fs::set_permissions(&run, fs::Permissions::from_mode(0o755))
         .map_err(|error| failed("could not make executable", &run, &error))?;
-    let bytes = fs::read(&program).map_err(|error| failed("could not read", &program, &error))?;
+    let bytes =
+        fs::read(&program).map_err(|error| Failure::io("could not read", &program, &error))?;
     let needs = Needs::of(&bytes);
     write(&made.join("README.md"), &readme(needs))?;
     let commit = commit();
@@ -114,10 +95,6 @@ fn gather(made: &Path, built: &Program) -> Result<(Needs, u64)> {
     });
     write(&made.join(MANIFEST), &format!("{manifest:#}\n"))?;
     Ok((needs, bytes.len() as u64))
-}
-
-fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).map_err(|error| failed("could not write", path, &error))
 }
 
 fn system(needs: Needs) -> String {
@@ -225,16 +202,6 @@ mod tests {
             !output.status.success() && text.contains("2.10.1") && text.contains("2.11"),
             "{text}"
         );
-    }
-
-    #[test]
-    fn only_a_bundle_is_replaced() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(MANIFEST);
-        fs::write(&path, r#"{"format": "overdrive-dist"}"#).unwrap();
-        assert!(!is_bundle(folder.path()));
-        fs::write(&path, format!(r#"{{"format": "{FORMAT}"}}"#)).unwrap();
-        assert!(is_bundle(folder.path()));
     }
 
     #[test]

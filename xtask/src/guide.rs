@@ -10,17 +10,17 @@ use std::process::Command;
 
 use overdrive_core::print_line;
 
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, read, write};
 use crate::markdown::{self, Block, Kind};
 use crate::{cargo, figures};
 
 /// Checks the pages, then builds the book in `target/book`.
 pub(crate) fn book(commands: &[String]) -> Result<()> {
     check(commands)?;
-    let staged = cargo::workspace().join("target/book-source");
+    let staged = cargo::target_folder().join("book-source");
     stage(&staged)?;
     links_of_book(&staged.join("src"))?;
-    let out = cargo::workspace().join("target/book");
+    let out = cargo::target_folder().join("book");
     let mut mdbook = Command::new("mdbook");
     mdbook.arg("build").arg(&staged).arg("--dest-dir").arg(&out);
     eprintln!(
@@ -72,15 +72,13 @@ fn stage(staged: &Path) -> Result<()> {
         } else {
             continue;
         };
-        write(&staged.join(to), text.as_bytes())?;
+        write(&staged.join(to), text)?;
     }
     let summary = staged.join("src/SUMMARY.md");
     let entry = "(benchmarks.md)\n";
     write(
         &summary,
-        read(&summary)?
-            .replace(entry, &format!("{entry}{reports}"))
-            .as_bytes(),
+        read(&summary)?.replace(entry, &format!("{entry}{reports}")),
     )?;
     for picture in entries(&docs.join("images"))? {
         let name = picture.file_name().unwrap_or_default();
@@ -89,7 +87,7 @@ fn stage(staged: &Path) -> Result<()> {
         write(&staged.join("src/images").join(name), &bytes)?;
     }
     for file in ["book.toml", "theme.css"] {
-        write(&staged.join(file), read(&docs.join(file))?.as_bytes())?;
+        write(&staged.join(file), read(&docs.join(file))?)?;
     }
     Ok(())
 }
@@ -136,17 +134,6 @@ fn ended(problems: &[String]) -> Result<()> {
             problems.join("\n  ")
         ))),
     }
-}
-
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|error| Failure::io("could not read", path, &error))
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let parent = path.parent().unwrap_or(path);
-    fs::create_dir_all(parent)
-        .and_then(|()| fs::write(path, bytes))
-        .map_err(|error| Failure::io("could not write", path, &error))
 }
 
 /// Checks every Markdown page of the repository: links, anchors, blocks of code, commands; and the figures of the

@@ -4,14 +4,14 @@
 //! `target/xtask`.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use overdrive_build::Environment;
 use serde_json::Value;
 
 use crate::cargo;
-use crate::failure::{Failure, Result};
+use crate::failure::{Failure, Result, read};
 use crate::hash;
 use crate::setup::{self, Request};
 
@@ -23,7 +23,7 @@ pub(crate) fn kernels(check: bool) -> Result<()> {
     let python = environment()?;
     let sources = cargo::workspace().join("crates/overdrive-gpu/kernels");
     let out = match check {
-        true => cargo::workspace().join("target/xtask/kernels"),
+        true => cargo::target_folder().join("xtask/kernels"),
         false => sources.clone(),
     };
     let script = |name: &str| sources.join(name).into_os_string();
@@ -65,7 +65,7 @@ fn environment() -> Result<PathBuf> {
     let workspace = cargo::workspace();
     let requirements = workspace.join("crates/overdrive-gpu/kernels/requirements.txt");
     let name = &hash::of_bytes(read(&requirements)?.as_bytes())[..12];
-    let folder = workspace.join(format!("target/xtask/kernels-{name}"));
+    let folder = cargo::target_folder().join(format!("xtask/kernels-{name}"));
     let python = folder.join("bin/python");
     let done = folder.join("complete");
     if done.exists() {
@@ -88,10 +88,6 @@ fn environment() -> Result<PathBuf> {
     run(pip.arg("-r").arg(&requirements))?;
     fs::write(&done, "").map_err(|error| Failure::io("could not write", &done, &error))?;
     Ok(python)
-}
-
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|error| Failure::io("could not read", path, &error))
 }
 
 fn run(command: &mut Command) -> Result<()> {

@@ -12,7 +12,7 @@ use overdrive_core::print_line;
 
 use crate::cargo::{self, Cargo};
 use crate::dist::Made;
-use crate::failure::{Failure, Result};
+use crate::failure::{self, Failure, Result, read};
 use crate::record::quoted;
 use crate::setup::{self, Found, Request};
 use crate::torch;
@@ -37,13 +37,12 @@ debug = false
 [profile.dev.package.torch-sys]
 opt-level = 0
 "#;
-/// Names that Cargo refuses for a package, and Rust's strict keywords.
-const RESERVED: [&str; 42] = [
-    "alloc", "as", "async", "await", "break", "build", "const", "continue", "core", "crate",
-    "deps", "dyn", "else", "enum", "examples", "extern", "false", "fn", "for", "if", "impl", "in",
-    "let", "loop", "match", "mod", "move", "mut", "pub", "ref", "return", "self", "static", "std",
-    "struct", "super", "test", "trait", "true", "type", "unsafe", "use",
-];
+/// Names that Cargo refuses for a package: folders and crates of its own, and Rust's keywords.
+const RESERVED: &str = "\
+    alloc build core deps examples incremental proc_macro proc-macro std test \
+    abstract as async await become box break const continue crate do dyn else enum extern false final fn for gen if impl in \
+    let loop macro match mod move mut override priv pub ref return self static struct super trait true try type typeof \
+    unsafe unsized use virtual where while yield";
 
 /// The place that the new project takes the crates of Overdrive from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,12 +123,12 @@ pub(crate) fn check_example() -> Result<()> {
     let removed = fs::remove_file(folder.join("src/lib.rs"))
         .and_then(|()| fs::remove_dir_all(folder.join("tests")));
     removed.map_err(|error| Failure::io("could not remove files of", &folder, &error))?;
-    put(
+    failure::write(
         &folder.join("src/main.rs"),
         &workspace_file("examples/train.rs")?,
     )?;
     let manifest = folder.join("Cargo.toml");
-    put(
+    failure::write(
         &manifest,
         &with_facade(&read(&manifest)?, &workspace_file("Cargo.toml")?)?,
     )?;
@@ -183,7 +182,7 @@ pub(crate) fn connect(project: &Path, found: &Found) -> Result<()> {
             "add these lines to {}:\n\n{included}",
             config.display()
         )),
-        Err(_) => put(&config, &included)?,
+        Err(_) => failure::write(&config, &included)?,
     }
     let ignored = fs::read_to_string(project.join(".gitignore"));
     if !ignored.is_ok_and(|text| text.contains("libtorch.toml")) {
@@ -253,7 +252,7 @@ fn name_of(folder: &Path, name: Option<&str>) -> Result<String> {
     let mut chars = name.chars();
     let is_word = chars.next().is_some_and(|c| c.is_ascii_alphabetic())
         && chars.all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
-    if is_word && !RESERVED.contains(&name) {
+    if is_word && !RESERVED.split(' ').any(|word| word == name) {
         return Ok(name.to_owned());
     }
     Err(Failure::new(format!(
@@ -272,9 +271,9 @@ fn write(folder: &Path, name: &str, source: &Source) -> Result<()> {
     fs::create_dir(folder).map_err(|error| Failure::io("could not create", folder, &error))?;
     let copied = copy(&cargo::workspace().join(TEMPLATES), folder, name);
     let written = copied
-        .and_then(|()| put(&folder.join("Cargo.toml"), &manifest))
+        .and_then(|()| failure::write(&folder.join("Cargo.toml"), &manifest))
         // The versions with which this checkout was tested; Cargo leaves out what the project does not use.
-        .and_then(|()| put(&folder.join("Cargo.lock"), &lock_file()?));
+        .and_then(|()| failure::write(&folder.join("Cargo.lock"), &lock_file()?));
     if written.is_err() {
         let _ = fs::remove_dir_all(folder);
     }
@@ -297,17 +296,10 @@ fn copy(from: &Path, to: &Path, name: &str) -> Result<()> {
         if path.is_dir() {
             copy(&path, &to.join(file), name)?;
         } else {
-            put(&to.join(file), &named(&read(&path)?, name))?;
+            failure::write(&to.join(file), named(&read(&path)?, name))?;
         }
     }
     Ok(())
-}
-
-fn put(path: &Path, text: &str) -> Result<()> {
-    let parent = path.parent().unwrap_or(path);
-    fs::create_dir_all(parent)
-        .and_then(|()| fs::write(path, text))
-        .map_err(|error| Failure::io("could not write", path, &error))
 }
 
 fn template(file: &str) -> Result<String> {
@@ -321,10 +313,6 @@ fn workspace_file(file: &str) -> Result<String> {
 /// Returns the lock file of the builds, which has the tch of `--torch`.
 fn lock_file() -> Result<String> {
     read(&torch::workspace().join("Cargo.lock"))
-}
-
-fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(|error| Failure::io("could not read", path, &error))
 }
 
 fn named(text: &str, name: &str) -> String {
@@ -496,6 +484,8 @@ mod tests {
             "/home/a/mein modell",
             "/home/a/modèle",
             "/a/test",
+            "/a/yield",
+            "/a/gen",
             "/",
         ] {
             let text = of(folder, None).unwrap_err().to_string();

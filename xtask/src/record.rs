@@ -90,22 +90,11 @@ impl Record {
 
     fn text(&self) -> String {
         let root = self.libtorch.display().to_string();
-        let rpath = self.libtorch.join("lib").display().to_string();
-        let flags = if rpath.contains(',') {
-            // `-Wl` splits at commas.
-            [
-                "-Clink-arg=-Xlinker",
-                "-Clink-arg=-rpath",
-                "-Clink-arg=-Xlinker",
-            ]
-            .into_iter()
-            .map(quoted)
-            .chain([quoted(&format!("-Clink-arg={rpath}"))])
-            .collect::<Vec<_>>()
-            .join(", ")
-        } else {
-            quoted(&format!("-Clink-arg=-Wl,-rpath,{rpath}"))
-        };
+        let flags: Vec<String> = overdrive_build::run_path(&self.libtorch.join("lib"))
+            .iter()
+            .map(|argument| quoted(&format!("-Clink-arg={argument}")))
+            .collect();
+        let flags = flags.join(", ");
         format!(
             "{HEAD}# choice: {}\n\n[env]\nLIBTORCH = {}\n\n\
              # Doctests are linked by rustdoc, which no build script reaches.\n\

@@ -142,13 +142,17 @@ pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
     let (Some(release), Some(root)) = (other(), ROOT.get()) else {
         return Vec::new();
     };
-    let mut run_path = OsString::from("-Clink-arg=-Wl,-rpath,");
-    run_path.push(root.join("lib"));
+    let run_path = overdrive_build::run_path(&root.join("lib"));
+    let run_path: Vec<String> = run_path
+        .iter()
+        .map(|argument| format!("-Clink-arg={argument}"))
+        .collect();
     vec![
         ("LIBTORCH", root.into()),
         ("CARGO_TARGET_DIR", folder(release).into()),
         // Doctests are linked by rustdoc, which no build script reaches.
-        ("RUSTDOCFLAGS", run_path),
+        // Encoded, because a path may have spaces.
+        ("CARGO_ENCODED_RUSTDOCFLAGS", run_path.join("\x1f").into()),
     ]
 }
 
@@ -169,9 +173,7 @@ pub(crate) fn target_folder() -> PathBuf {
 
 /// The folder of everything that is built with `release`.
 fn folder(release: Release) -> PathBuf {
-    let target = cargo::target_folder();
-    let target = std::path::absolute(&target).unwrap_or(target);
-    target.join(format!("torch-{}", release.series()))
+    cargo::target_folder().join(format!("torch-{}", release.series()))
 }
 
 fn workspace_of(release: Release) -> PathBuf {

@@ -153,7 +153,7 @@ pub(crate) fn sweep(target: &Path) -> Vec<String> {
     remove_beginning_with(parent, &unfinished_prefix(target))
 }
 
-/// Removes the files and folders in `folder` whose names start with `start`.
+/// Removes the folders in `folder` whose names start with `start`. Returns their names.
 pub(crate) fn remove_beginning_with(folder: &Path, start: &str) -> Vec<String> {
     let mut removed = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {

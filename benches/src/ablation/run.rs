@@ -3,7 +3,7 @@ use std::ffi::OsString;
 use serde::{Deserialize, Serialize};
 
 use super::Program;
-use crate::StepResult;
+use crate::{StepResult, median};
 
 /// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -50,17 +50,17 @@ impl Trainer {
         let flags = flags.iter().map(OsString::from);
         let flags: Vec<_> = self.shared.iter().cloned().chain(flags).collect();
         let records = self.program.run(&flags, &folder.path().join("run"))?;
-        let mut seconds: Vec<f64> = records
+        let seconds: Vec<f64> = records
             .iter()
             .skip(self.warmup)
             .filter_map(|step| step.time_by_phase().map(|phases| phases.total()))
             .collect();
-        seconds.sort_by(f64::total_cmp);
+        if seconds.is_empty() {
+            return Err("the run has no step after the warm-up: give more --steps".into());
+        }
         let eval_loss = records.iter().rev().find_map(|step| step.eval_loss);
         Ok(Measurement {
-            step_seconds: *seconds
-                .get(seconds.len() / 2)
-                .ok_or("the run has no step after the warm-up: give more --steps")?,
+            step_seconds: median(seconds),
             peak_memory_bytes: records
                 .iter()
                 .map(|step| step.peak_memory_bytes)

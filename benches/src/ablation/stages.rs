@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::StageRuns;
 use super::picture::draw;
-use crate::StepResult;
+use crate::{StepResult, median};
 
 /// The tokens whose time is the work.
 const TOKENS: f64 = 1e6;
@@ -115,8 +115,11 @@ impl Program {
     /// An error if Cargo cannot build it.
     pub fn build(name: &str) -> StepResult<Self> {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        // The current folder may be another project's.
         let build = [
             "build",
+            "--manifest-path",
+            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
             "--release",
             "-p",
             "overdrive-examples",
@@ -193,7 +196,7 @@ impl Program {
 /// Returns the seconds that `tokens` tokens (without padding) take at the rate of the median step after `warmup` steps,
 /// and the peak.
 fn cost_of_tokens(records: &[StepMetrics], warmup: usize, tokens: f64) -> StepResult<StageCost> {
-    let mut seconds_per_token: Vec<f64> = records
+    let seconds_per_token: Vec<f64> = records
         .windows(2)
         .skip(warmup.saturating_sub(1))
         .filter_map(|pair| {
@@ -202,24 +205,21 @@ fn cost_of_tokens(records: &[StepMetrics], warmup: usize, tokens: f64) -> StepRe
         })
         .filter(|seconds| seconds.is_finite())
         .collect();
-    seconds_per_token.sort_by(f64::total_cmp);
-    let median = seconds_per_token.get(seconds_per_token.len() / 2);
-    let median = median.ok_or("the run has no step after the warm-up: give more --steps")?;
+    if seconds_per_token.is_empty() {
+        return Err("the run has no step after the warm-up: give more --steps".into());
+    }
     let peaks = records.iter().map(|step| step.peak_memory_bytes);
     Ok(StageCost {
-        seconds: tokens * median,
+        seconds: tokens * median(seconds_per_token),
         peak_memory_bytes: peaks.max().unwrap_or(0),
     })
 }
 
 /// Returns the medians of the costs of several rounds.
 pub fn median_cost(rounds: &[StageCost]) -> StageCost {
-    let mut seconds: Vec<f64> = rounds.iter().map(|cost| cost.seconds).collect();
-    seconds.sort_by(f64::total_cmp);
-    let mut peaks: Vec<u64> = rounds.iter().map(|cost| cost.peak_memory_bytes).collect();
-    peaks.sort_unstable();
+    let peaks = rounds.iter().map(|cost| cost.peak_memory_bytes as f64);
     StageCost {
-        seconds: seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN),
-        peak_memory_bytes: peaks.get(peaks.len() / 2).copied().unwrap_or(0),
+        seconds: median(rounds.iter().map(|cost| cost.seconds).collect()),
+        peak_memory_bytes: median(peaks.collect()) as u64,
     }
 }

@@ -3,6 +3,7 @@ use std::fmt::Write as _;
 use serde::{Deserialize, Serialize};
 
 use super::Measurement;
+use crate::median;
 
 /// A row of the table: the medians of a configuration's rounds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -60,14 +61,6 @@ impl Row {
             speed: ratios(|m| 1.0 / m.step_seconds),
             memory: ratios(|m| m.peak_memory_bytes as f64),
         }
-    }
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    match values.len() {
-        0 => f64::NAN,
-        n => (values[n / 2] + values[(n - 1) / 2]) / 2.0,
     }
 }
 

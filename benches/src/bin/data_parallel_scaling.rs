@@ -13,6 +13,7 @@ use overdrive::distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, init_process_group,
 };
 use overdrive::optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
+use overdrive_benches::median;
 use tch::nn::Module;
 use tch::{Kind, Tensor, nn};
 
@@ -59,10 +60,9 @@ fn main() -> anyhow::Result<()> {
             times.push(start.elapsed().as_secs_f64());
         }
     }
-    times.sort_by(f64::total_cmp);
     if group.is_main() {
         let samples = batch as f64 * group.world_size() as f64;
-        println!("samples_per_second {:.1}", samples / times[times.len() / 2]);
+        println!("samples_per_second {:.1}", samples / median(times));
     }
     Ok(())
 }

@@ -21,7 +21,7 @@ use overdrive::transformer::{
     CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig, LoadOptions, Logits,
     QuantizeOptions,
 };
-use overdrive_benches::read_bandwidth;
+use overdrive_benches::{median, read_bandwidth};
 use tch::Tensor;
 
 /// Times decoding steps
@@ -161,9 +161,4 @@ fn random() -> Result<CausalLm> {
     };
     model.quantize(&QuantizeOptions::new(groups(4, false)).with_head(groups(8, true)))?;
     Ok(model)
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

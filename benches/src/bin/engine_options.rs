@@ -17,6 +17,7 @@ use overdrive::generation::{
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::transformer::{CausalLm, LoadOptions};
+use overdrive_benches::median;
 
 /// Times prompt lookup and caches of 8 bits in the engine
 #[derive(Parser)]
@@ -190,9 +191,4 @@ fn run(
     let decoded = (statistics.generated_tokens - before) as f64;
     let share = statistics.accepted_tokens as f64 / statistics.proposed_tokens.max(1) as f64;
     Ok((decoded / seconds, answers, share))
-}
-
-fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(0.0)
 }

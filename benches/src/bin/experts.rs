@@ -13,6 +13,7 @@ use clap::Parser;
 use overdrive::transformer::{
     CausalLm, ExpertsConfig, ForwardInput, InitOptions, LlamaConfig, LlamaFamily,
 };
+use overdrive_benches::median;
 use tch::{Device, Kind, Tensor};
 
 /// Times a layer of experts
@@ -192,9 +193,4 @@ fn time(training: bool, mut forward: impl FnMut() -> Result<Tensor>) -> Result<f
         drop(forward()?);
     }
     Ok(begin.elapsed().as_secs_f64())
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }

@@ -1,5 +1,5 @@
 //! The speed at which a matmul of a few rows reads its weights, beside libtorch's operator: the source of the
-//! limit in `src/linear/`.
+//! limit in `crates/overdrive-fused/src/linear/`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin few_rows
@@ -7,6 +7,7 @@
 
 use std::time::Instant;
 
+use overdrive_benches::median;
 use tch::{Device, Kind, Tensor};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -23,7 +24,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             for rows in [1, 2, 3, 4, 8, 12, 16, 24, 32] {
                 let x = Tensor::f_randn([rows, inputs], (kind, Device::Cpu))?;
                 let rate = |product: &dyn Fn(&Tensor) -> Tensor| {
-                    let mut seconds: Vec<f64> = (0..5)
+                    let seconds: Vec<f64> = (0..5)
                         .map(|_| {
                             let start = Instant::now();
                             for weight in &weights {
@@ -32,11 +33,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                             start.elapsed().as_secs_f64()
                         })
                         .collect();
-                    seconds.sort_by(f64::total_cmp);
-                    (bytes * count) as f64 / seconds[2] / 1e9
+                    (bytes * count) as f64 / median(seconds) / 1e9
                 };
-                let ours = rate(&|w| overdrive::fused::linear(&x, w, None).unwrap_or_default());
-                let theirs = rate(&|w| x.f_linear(w, None::<&Tensor>).unwrap_or_default());
+                let ours =
+                    rate(&|w| overdrive::fused::linear(&x, w, None).expect("the shapes fit"));
+                let theirs = rate(&|w| x.f_linear(w, None::<&Tensor>).expect("the shapes fit"));
                 println!("{rows:>4} rows {ours:6.1} ({theirs:5.1})");
             }
         }

@@ -100,9 +100,7 @@ fn main() -> StepResult<()> {
             outputs.push(generate(&model, &prompts, &config)?);
         }
         let median = |of: &dyn Fn(&GenerateOutput) -> f64| {
-            let mut all: Vec<f64> = outputs.iter().map(of).collect();
-            all.sort_by(f64::total_cmp);
-            all[all.len() / 2]
+            overdrive_benches::median(outputs.iter().map(of).collect())
         };
         line[case.name] = json!({
             "prefill": median(&|o| o.timings.prefill_tokens_per_second()),

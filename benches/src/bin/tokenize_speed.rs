@@ -10,6 +10,8 @@
 use overdrive::datasets::{
     BuildOptions, TextLines, TextOptions, build_dataset_tokens_to, load_tokenizer,
 };
+use overdrive::profiling::MemoryUsage;
+use tch::Device;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -27,25 +29,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let dir = tempfile::tempdir()?;
     let out = dir.path().join("lines.tokens");
     let (_, report) = build_dataset_tokens_to(&out, &lines, &tokenizer, &options)?;
-    let peak_mib = std::fs::read_to_string("/proc/self/status")
-        .ok()
-        .and_then(|status| {
-            let line = status
-                .lines()
-                .find_map(|line| line.strip_prefix("VmHWM:"))?;
-            line.trim()
-                .strip_suffix(" kB")?
-                .trim()
-                .parse::<u64>()
-                .ok()
-                .map(|kib| kib / 1024)
-        });
+    let peak = MemoryUsage::of(Device::Cpu).peak_resident_bytes;
     let line = serde_json::json!({
         "side": "Overdrive",
         "tokens": report.tokens,
         "text_mb": report.text_bytes as f64 / 1e6,
         "mb_per_s": report.text_bytes as f64 / 1e6 / report.elapsed.as_secs_f64(),
-        "peak_mib": peak_mib,
+        "peak_mib": peak.map(|bytes| bytes >> 20),
     });
     println!("{line}");
     Ok(())

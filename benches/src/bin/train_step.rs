@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
+use overdrive::profiling::MemoryUsage;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::sys::{build_info, memory, threads};
 use overdrive::trainer::Preset;
-use overdrive_benches::{Shape, Step, StepResult, Trained};
+use overdrive_benches::{Shape, Step, StepResult, Trained, median};
 use tch::Device;
 
 /// Times the training step
@@ -81,35 +82,18 @@ fn main() -> StepResult<()> {
             seconds.push(start.elapsed().as_secs_f64());
         }
     }
-    seconds.sort_by(f64::total_cmp);
-    let median = (seconds[seconds.len() / 2] + seconds[(seconds.len() - 1) / 2]) / 2.0;
+    let median = median(seconds);
     let line = serde_json::json!({
         "side": format!("Overdrive on libtorch {}", build_info::libtorch_version()?),
         "parameters": step.parameters(),
         "threads": threads::intra_op(),
         "step_seconds": median,
         "tokens_per_second": shape.tokens() as f64 / median,
-        "max_rss_bytes": max_rss_bytes(),
+        "max_rss_bytes": MemoryUsage::of(Device::Cpu).peak_resident_bytes,
         "peak_allocated_bytes": memory::stats(Device::Cpu)?.peak_allocated_bytes,
         "first_loss": losses.first(),
         "last_loss": losses.last(),
     });
     println!("{line}");
     Ok(())
-}
-
-/// Returns the peak memory of the process (`VmHWM`, Linux); 0 if the system does not report it.
-fn max_rss_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    status
-        .lines()
-        .find_map(|line| {
-            line.strip_prefix("VmHWM:")?
-                .trim()
-                .strip_suffix(" kB")?
-                .trim()
-                .parse()
-                .ok()
-        })
-        .map_or(0, |kib: u64| kib << 10)
 }

@@ -25,8 +25,7 @@ impl Variant {
 }
 
 /// Returns Overdrive's folder in the user's cache: `$XDG_CACHE_HOME/overdrive`, else
-/// `~/Library/Caches/overdrive` on macOS, `%LOCALAPPDATA%\overdrive` on Windows and
-/// `~/.cache/overdrive` elsewhere; `None` if the environment has no home folder.
+/// `~/Library/Caches/overdrive` on macOS and `~/.cache/overdrive` elsewhere; `None` if the environment has no home folder.
 ///
 /// A relative `XDG_CACHE_HOME` is ignored, as the XDG specification requires.
 #[must_use]
@@ -35,7 +34,6 @@ pub fn dir(environment: &Environment) -> Option<PathBuf> {
         .path("XDG_CACHE_HOME")
         .filter(|path| path.is_absolute());
     let base = xdg.or_else(|| match environment.os() {
-        "windows" => environment.path("LOCALAPPDATA"),
         "macos" => environment
             .path("HOME")
             .map(|home| home.join("Library/Caches")),

@@ -93,8 +93,7 @@ impl CpuFeatures {
 }
 
 /// Returns the feature list of the first processor in the text of `/proc/cpuinfo`.
-#[must_use]
-pub fn flags_of(cpuinfo: &str) -> Option<&str> {
+fn flags_of(cpuinfo: &str) -> Option<&str> {
     cpuinfo.lines().find_map(|line| {
         let (key, value) = line.split_once(':')?;
         matches!(key.trim(), "flags" | "Features").then(|| value.trim())

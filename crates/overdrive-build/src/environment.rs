@@ -25,7 +25,7 @@ impl Environment {
         Self { variables, os }
     }
 
-    /// Returns an artificial environment on the system `os` (`"linux"`, `"macos"`, `"windows"`).
+    /// Returns an artificial environment on the system `os` (`"linux"`, `"macos"`).
     #[must_use]
     pub fn made_up<K: Into<OsString>, V: Into<OsString>>(
         os: &str,

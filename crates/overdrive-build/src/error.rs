@@ -36,6 +36,8 @@ pub enum Error {
         /// Its version.
         version: String,
     },
+    /// `LIBTORCH_CXX11_ABI` is 0, but no supported libtorch is compiled with the old ABI of C++'s standard library.
+    OldAbi,
     /// `LIBTORCH_USE_PYTORCH` is set, but Python did not return the folder of PyTorch.
     Python {
         /// The interpreter.
@@ -62,6 +64,9 @@ impl fmt::Display for Error {
                     Release::in_words(),
                 )
             }
+            Error::OldAbi => f.write_str(
+                "LIBTORCH_CXX11_ABI is 0, but libtorch has only the new ABI since 2.7; unset the variable",
+            ),
             Error::Incomplete {
                 source,
                 root,

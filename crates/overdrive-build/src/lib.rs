@@ -70,7 +70,7 @@ pub use environment::Environment;
 pub use error::{Error, Result};
 pub use libtorch::{Libtorch, Source};
 pub use libtorch_release::Release;
-pub use link::{link, link_directives};
+pub use link::{link, run_path};
 pub use locate::{libtorch, locate};
 pub use matmul_speed::MatmulSpeed;
 pub use python::interpreter as python_interpreter;

@@ -20,9 +20,6 @@ pub struct Libtorch {
     pub version: Option<String>,
     /// If `true`, `libtorch_cuda` is in [`lib_dir`](Self::lib_dir).
     pub cuda: bool,
-    /// The value of `_GLIBCXX_USE_CXX11_ABI` that it was compiled with; always `true` since PyTorch 2.7
-    /// unless `LIBTORCH_CXX11_ABI=0` is set.
-    pub cxx11_abi: bool,
     /// The rule that found it.
     pub source: Source,
 }
@@ -81,7 +78,6 @@ impl Libtorch {
             include_dirs: vec![include.clone(), include.join("torch/csrc/api/include")],
             version,
             cuda: has_cuda(lib_dir),
-            cxx11_abi: true,
             source,
         }
     }

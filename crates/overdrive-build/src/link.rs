@@ -26,8 +26,7 @@ pub fn link() {
 }
 
 /// Returns the lines that [`link`] prints after those of [`libtorch`](crate::libtorch).
-#[must_use]
-pub fn link_directives(environment: &Environment, torch: Result<Libtorch>) -> Vec<String> {
+fn link_directives(environment: &Environment, torch: Result<Libtorch>) -> Vec<String> {
     match torch {
         Ok(torch) => directives(environment.os(), &torch),
         // One directive per line: Cargo cuts a directive at a line break.
@@ -46,11 +45,8 @@ fn directives(os: &str, torch: &Libtorch) -> Vec<String> {
     if let Some(library) = crate::libtorch::library(dir, "torch_cpu") {
         lines.push(format!("cargo:rerun-if-changed={}", library.display()));
     }
-    // Windows has no run path: there the folder must be in PATH.
-    if os != "windows" {
-        let args = beside_the_binary(os).into_iter().chain(run_path(dir));
-        lines.extend(args.map(|arg| format!("cargo:rustc-link-arg={arg}")));
-    }
+    let args = beside_the_binary(os).into_iter().chain(run_path(dir));
+    lines.extend(args.map(|arg| format!("cargo:rustc-link-arg={arg}")));
     if os == "linux" && torch.cuda {
         // libtorch_cuda registers itself when it is loaded; no symbol of it is referenced. With
         // `--as-needed`, which rustc sets, the linker would drop it and the program would have no CUDA.
@@ -80,7 +76,8 @@ fn beside_the_binary(os: &str) -> Vec<String> {
 }
 
 /// Returns the arguments for the compiler driver that add `dir` to the run path.
-pub(crate) fn run_path(dir: &Path) -> Vec<String> {
+#[must_use]
+pub fn run_path(dir: &Path) -> Vec<String> {
     let dir = dir.display().to_string();
     if dir.contains(',') {
         // `-Wl` splits at commas; `-Xlinker` passes its argument unchanged.
@@ -103,15 +100,10 @@ mod tests {
     }
 
     #[test]
-    fn the_run_path_is_set_on_linux_and_macos_and_not_on_windows() {
+    fn the_run_path_is_set_on_linux_and_macos() {
         let rpath = "cargo:rustc-link-arg=-Wl,-rpath,/opt/libtorch/lib".to_owned();
         assert!(directives("linux", &torch(false)).contains(&rpath));
         assert!(directives("macos", &torch(false)).contains(&rpath));
-        let windows = directives("windows", &torch(false));
-        assert!(
-            !windows.iter().any(|line| line.contains("rpath")),
-            "{windows:?}"
-        );
     }
 
     #[test]

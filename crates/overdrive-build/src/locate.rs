@@ -36,22 +36,19 @@ pub fn libtorch() -> Result<Libtorch> {
 /// # Errors
 ///
 /// [`Error::Incomplete`] if a variable names a folder without a libtorch, [`Error::Python`] if Python
-/// does not return a folder, [`Error::NotFound`] if no location has one. A variable with an invalid value is
-/// an error and not skipped, because `torch-sys` uses it too.
+/// does not return a folder, [`Error::NotFound`] if no location has one, [`Error::OldAbi`] for
+/// `LIBTORCH_CXX11_ABI=0`. A variable with an invalid value is an error and not skipped, because `torch-sys` uses it too.
 pub fn locate(environment: &Environment) -> Result<Libtorch> {
-    let mut found = match environment.path("DEP_TCH_LIBTORCH_LIB") {
-        Some(lib_dir) => from_torch_sys(environment, &lib_dir),
-        None => search(environment)?,
-    };
     if environment
         .get("LIBTORCH_CXX11_ABI")
         .is_some_and(|abi| abi == "0")
-        // A PyTorch package is used with its own ABI, as in torch-sys.
-        && !matches!(found.source, Source::Python { .. })
     {
-        found.cxx11_abi = false;
+        return Err(Error::OldAbi);
     }
-    Ok(found)
+    match environment.path("DEP_TCH_LIBTORCH_LIB") {
+        Some(lib_dir) => Ok(from_torch_sys(environment, &lib_dir)),
+        None => search(environment),
+    }
 }
 
 /// Returns the libtorch of `torch-sys`, which passes on the library folder only. The headers are those of the

@@ -18,10 +18,9 @@ print('torch=' + os.path.dirname(os.path.abspath(spec.origin)))
 /// the environment's own, else `python3`.
 #[must_use]
 pub fn interpreter(environment: &Environment) -> PathBuf {
-    let name = match (environment.os(), environment.is_set("VIRTUAL_ENV")) {
-        ("windows", _) => "python.exe",
-        (_, true) => "python",
-        (_, false) => "python3",
+    let name = match environment.is_set("VIRTUAL_ENV") {
+        true => "python",
+        false => "python3",
     };
     PathBuf::from(name)
 }
@@ -68,10 +67,8 @@ mod tests {
     fn the_interpreter_is_the_one_of_torch_sys() {
         let plain = Environment::made_up("linux", [("HOME", "/home/a")]);
         let venv = Environment::made_up("linux", [("VIRTUAL_ENV", "/home/a/venv")]);
-        let windows = Environment::made_up("windows", [("VIRTUAL_ENV", "C:\\venv")]);
         assert_eq!(interpreter(&plain), PathBuf::from("python3"));
         assert_eq!(interpreter(&venv), PathBuf::from("python"));
-        assert_eq!(interpreter(&windows), PathBuf::from("python.exe"));
     }
 
     #[test]

@@ -33,8 +33,9 @@ const MAX_GPU_CHUNK_ROWS: usize = 4096;
 const GPU_MEMORY_PART: u64 = 4;
 
 /// The properties of the device that the size of chunks depends on.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ChunkDevice {
+pub enum ChunkDevice {
     /// A CPU, whose last-level cache should hold a chunk.
     Cpu,
     /// A GPU, which needs large matmuls.
@@ -62,15 +63,16 @@ const GATHER_FROM: f64 = 1.0 / 16.0;
 
 /// Returns the number of rows of a chunk. On a GPU, a chunk and the memory of its loss take at most a quarter of the
 /// free memory, with 256 to 4096 rows in steps of 256.
-pub(crate) fn auto_rows(classes: usize, kind: Kind, device: ChunkDevice) -> NonZeroUsize {
+#[doc(hidden)]
+pub fn auto_rows(classes: usize, kind: Kind, device: ChunkDevice) -> NonZeroUsize {
     let classes = classes.max(1);
     let element = kind.elt_size_in_bytes();
     let rows = match device {
-        ChunkDevice::Cpu => (CHUNK_BYTES / (classes * element))
+        ChunkDevice::Cpu => (CHUNK_BYTES / classes.saturating_mul(element))
             .next_multiple_of(64)
             .max(MIN_CHUNK_ROWS),
         ChunkDevice::Gpu { free_bytes } => {
-            let row = classes as u64 * (element + composed::BYTES_PER_LOGIT) as u64;
+            let row = classes.saturating_mul(element + composed::BYTES_PER_LOGIT) as u64;
             let most = MAX_GPU_CHUNK_ROWS as u64;
             let rows = (free_bytes / GPU_MEMORY_PART / row).min(most) as usize;
             (rows / MIN_CHUNK_ROWS * MIN_CHUNK_ROWS).max(MIN_CHUNK_ROWS)

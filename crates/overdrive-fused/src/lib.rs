@@ -61,6 +61,8 @@ mod rotary;
 pub mod rows;
 mod tensors;
 
+#[doc(hidden)]
+pub use chunk::{ChunkDevice, auto_rows};
 pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
 pub use gated_activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};

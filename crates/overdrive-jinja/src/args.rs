@@ -16,7 +16,7 @@ impl Args {
     /// parameters are not optional.
     pub(crate) fn bind<const N: usize>(
         self,
-        function: &'static str,
+        function: &str,
         names: [&'static str; N],
         required: usize,
     ) -> Result<[Option<Value>; N]> {
@@ -55,7 +55,7 @@ impl Args {
     /// Returns the arguments of a function whose parameters are positional only.
     pub(crate) fn unnamed<const N: usize>(
         self,
-        function: &'static str,
+        function: &str,
         required: usize,
     ) -> Result<[Option<Value>; N]> {
         // No argument has an empty name.
@@ -63,7 +63,7 @@ impl Args {
     }
 
     /// Returns an error if there is any argument.
-    pub(crate) fn none(self, function: &'static str) -> Result<()> {
+    pub(crate) fn none(self, function: &str) -> Result<()> {
         let [] = self.unnamed::<0>(function, 0)?;
         Ok(())
     }

@@ -4,6 +4,9 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use jiff::Zoned;
+use jiff::fmt::strtime::{BrokenDownTime, Config, PosixCustom};
+
 use crate::args::{Args, int, text};
 use crate::error::{Error, ErrorKind, Result};
 use crate::limits::{MAX_RANGE, check_names};
@@ -160,8 +163,18 @@ fn pairs(runtime: &mut Runtime, args: Args) -> Result<Vec<(Value, Value)>> {
     Ok(pairs)
 }
 
-/// Returns the local time in a format of `strftime`.
+/// Returns the local time in a format of Python's `strftime`, in the C locale.
 fn strftime_now(format: &str) -> Result<String> {
-    jiff::fmt::strtime::format(format, &jiff::Zoned::now())
+    let time = Zoned::now();
+    // Directives that are not known stay as they are.
+    let config = Config::new().custom(PosixCustom::new()).lenient(true);
+    // Python has six digits of a second; jiff leaves out zeros at the end.
+    let microseconds = format!("{:06}", time.subsec_nanosecond() / 1000);
+    let parts: Vec<String> = format
+        .split("%%")
+        .map(|part| part.replace("%f", &microseconds))
+        .collect();
+    BrokenDownTime::from(&time)
+        .to_string_with_config(&config, parts.join("%%"))
         .map_err(|error| Error::value(format!("strftime_now: {error}")))
 }

@@ -74,29 +74,29 @@ pub(crate) fn call(runtime: &mut Runtime, name: &str, value: Value, args: Args) 
         _ => None,
     };
     if let Some(operator) = operator {
-        let other = one(args)?;
+        let other = one(name, args)?;
         return operators::compare(runtime, operator, &value, &other);
     }
     let rest = |runtime: &mut Runtime, by: &Value| {
         operators::binary(runtime, MathOperator::Remainder, &value, by)
     };
     Ok(match name {
-        "divisibleby" => rest(runtime, &one(args)?)?.equals(&Value::Int(0)),
-        "sameas" => is_same(&value, &one(args)?),
+        "divisibleby" => rest(runtime, &one(name, args)?)?.equals(&Value::Int(0)),
+        "sameas" => is_same(&value, &one(name, args)?),
         "odd" | "even" => {
-            args.none("test")?;
+            args.none(name)?;
             let wanted = i128::from(name == "odd");
             rest(runtime, &Value::Int(2))?.equals(&Value::Int(wanted))
         }
         _ => {
-            args.none("test")?;
+            args.none(name)?;
             plain(name, &value)?
         }
     })
 }
 
-fn one(args: Args) -> Result<Value> {
-    let [other] = args.unnamed("test", 1)?;
+fn one(name: &str, args: Args) -> Result<Value> {
+    let [other] = args.unnamed(name, 1)?;
     Ok(other.unwrap_or(Value::None))
 }
 

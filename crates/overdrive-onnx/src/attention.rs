@@ -52,12 +52,12 @@ pub(crate) struct Context {
 }
 
 /// Returns the name of the input with the keys or values of past tokens.
-fn past_name(layer: usize, part: &str) -> String {
+pub(crate) fn past_name(layer: usize, part: &str) -> String {
     format!("past_key_values.{layer}.{part}")
 }
 
 /// Returns the name of the output with the keys or values of past and new tokens.
-fn present_name(layer: usize, part: &str) -> String {
+pub(crate) fn present_name(layer: usize, part: &str) -> String {
     format!("present.{layer}.{part}")
 }
 

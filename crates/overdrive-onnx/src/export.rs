@@ -4,7 +4,7 @@ use std::path::Path;
 use overdrive_transformer::{CausalLm, ModelConfig};
 use serde_json::{Map, Value as Json};
 
-use crate::attention::Heads;
+use crate::attention::{Heads, past_name, present_name};
 use crate::graph::{Graph, MICROSOFT};
 use crate::initializer::Element;
 use crate::layers::bounded;
@@ -236,8 +236,8 @@ impl Values {
                     let shape = [batch.clone(), heads, len.clone(), dim];
                     declared(&name, float.data_type(), &shape)
                 };
-                inputs.push(cached(format!("past_key_values.{layer}.{name}"), &past));
-                outputs.push(cached(format!("present.{layer}.{name}"), &total));
+                inputs.push(cached(past_name(layer, name), &past));
+                outputs.push(cached(present_name(layer, name), &total));
             }
         }
         Values { inputs, outputs }

@@ -68,6 +68,7 @@ mod llama;
 // `Source::of` refuses adapters; linear.rs would write their products.
 mod model_weights;
 mod options;
+#[doc(hidden)]
 pub mod proto;
 mod quantized_layouts;
 mod report;

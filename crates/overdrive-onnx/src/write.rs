@@ -61,6 +61,8 @@ pub(crate) fn write(
             put_model(out, path, &model, &graph, initializers, None)
         })?;
         files::commit(file, path)?;
+        // That of an earlier export, which nothing refers to any more.
+        remove_if_there(&data_path)?;
         return Ok(Written { bytes, data: None });
     }
     let name = data_path.file_name().unwrap_or_default();
@@ -77,18 +79,22 @@ pub(crate) fn write(
         put_model(out, path, &model, &graph, initializers, locations)
     })?;
     // If the machine stops here, an older graph must not be left beside newer weights.
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io("replace", path)(error).into());
-        }
-        _ => {}
-    }
+    remove_if_there(path)?;
     files::commit(data, &data_path)?;
     files::commit(file, path)?;
     Ok(Written {
         bytes,
         data: Some((data_path, data_bytes)),
     })
+}
+
+fn remove_if_there(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::io("replace", path)(error).into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the offset of each tensor in the file of weights, or `None` if it stays in the graph.

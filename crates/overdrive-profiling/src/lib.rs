@@ -9,10 +9,8 @@
 //! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
 //!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto; [`emit_nvtx`] marks
 //!   operators for Nsight Systems;
-//! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens per second and
-//!   MFU;
-//! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
-//!   [`free_memory`] returns the memory that is available to it;
+//! - [`ModelFlops`] and [`PeakFlops`] turn tokens per second into MFU;
+//! - [`free_memory`] returns the memory that is available to a run;
 //! - [`Targets`] compares the share of data loading and the GPU utilization of a run with targets;
 //! - [`HostReads`] counts the operators with which the host waits for the device, [`OperatorCounts`] their launches
 //!   and bytes;
@@ -52,7 +50,6 @@ mod free_memory;
 mod gpu_monitor;
 mod host_reads;
 mod machine;
-mod memory_estimate;
 mod memory_usage;
 mod model_flops;
 mod operator_counts;
@@ -64,23 +61,17 @@ mod step_record;
 mod step_recorder;
 mod step_timer;
 mod targets;
-mod throughput;
 mod trace;
 
 pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
 pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
-pub use device_timeline::DevicePhases;
 #[doc(hidden)]
-pub use device_timeline::{DeviceClock, StandInClock, serve_cpu_with};
+pub use device_timeline::{DeviceClock, DevicePhases, StandInClock, serve_cpu_with};
 pub use error::{Error, Result};
 pub use free_memory::free_memory;
 pub use gpu_monitor::{GpuMonitor, GpuProcess, GpuSample, NoGpuMonitor};
 pub use host_reads::HostReads;
 pub use machine::Machine;
-pub use memory_estimate::{
-    Change, DecoderShape, ExpertShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
-    MemoryPrecision, OptimizerMemory, PeakPoint, Recomputation,
-};
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
 pub use operator_counts::OperatorCounts;
@@ -93,5 +84,4 @@ pub use step_record::StepRecord;
 pub use step_recorder::{StepRecorder, StepRecorderConfig, StepWork, Timing};
 pub use step_timer::{PhaseGuard, StepTimer};
 pub use targets::{TargetResult, Targets};
-pub use throughput::Throughput;
 pub use trace::{GroupBy, KeyAverages, OperatorStats, SortBy, Trace, TraceEvent};

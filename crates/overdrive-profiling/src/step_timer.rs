@@ -22,9 +22,9 @@ use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 /// a result, often after the step. There are three kinds of timers, which are the same on a CPU:
 ///
 /// - [`StepTimer::new`] uses the host's clock, which is right on a CPU only.
-/// - [`StepTimer::with_events`] also records events in the device's work. Nothing
-///   waits; the device time of a step is available once the device has finished it, often a step or two later
-///   ([`take_device_phases`](Self::take_device_phases)). For training.
+/// - That of a [`StepRecorder`](crate::StepRecorder) also records events in the device's work. Nothing
+///   waits; the device time of a step is available once the device has finished it, often a step or two later. For
+///   training.
 /// - [`StepTimer::synchronized`] waits for the device at every phase boundary. The split is
 ///   right at once, but host and device no longer overlap. For measurements.
 ///
@@ -54,19 +54,31 @@ pub struct StepTimer {
     steps: Cell<u64>,
 }
 
-/// The events on the device, and the first error of one. It is kept because a phase boundary is often the drop of a
-/// guard, which cannot return an error.
+/// The events on the device.
 #[derive(Debug)]
 struct Events {
-    clock: Box<dyn DeviceClock>,
+    /// `None` after its first error: a clock that missed something would measure wrong steps.
+    clock: Option<Box<dyn DeviceClock>>,
+    /// That error, until it is returned: a phase boundary is often the drop of a guard, which cannot return one.
     failure: Option<Error>,
 }
 
 impl Events {
     fn record(&mut self, record: impl FnOnce(&mut dyn DeviceClock) -> Result<()>) {
-        if self.failure.is_none() {
-            self.failure = record(&mut *self.clock).err();
+        if let Some(clock) = &mut self.clock
+            && let Err(error) = record(&mut **clock)
+        {
+            (self.clock, self.failure) = (None, Some(error));
         }
+    }
+
+    fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>> {
+        let mut taken = Vec::new();
+        self.record(|clock| {
+            taken = clock.take(wait)?;
+            Ok(())
+        });
+        self.failure.take().map_or(Ok(taken), Err)
     }
 }
 
@@ -98,7 +110,7 @@ impl StepTimer {
     ///
     /// # Errors
     /// [`Error::NoSuchDevice`] if libtorch does not see this CUDA device; errors of libtorch.
-    pub fn with_events(device: Device) -> Result<Self> {
+    pub(crate) fn with_events(device: Device) -> Result<Self> {
         let clock: Option<Box<dyn DeviceClock>> = match (cuda_index(device)?, device) {
             (Some(_), _) => Some(Box::new(Timeline::new(device)?)),
             (None, Device::Cpu) => stand_in(),
@@ -107,8 +119,10 @@ impl StepTimer {
         // After the beginning of the device's clock, for which it has waited.
         let mut timer = Self::new();
         timer.events = clock.map(|clock| {
-            let failure = None;
-            RefCell::new(Events { clock, failure })
+            RefCell::new(Events {
+                clock: Some(clock),
+                failure: None,
+            })
         });
         Ok(timer)
     }
@@ -166,37 +180,27 @@ impl StepTimer {
     }
 
     /// Returns the phases in device time of the steps that the device has finished since the last call,
-    /// oldest first. Does not wait. Empty without [`StepTimer::with_events`] on a GPU.
+    /// oldest first; with `wait` of all steps, after waiting for them. Empty without [`StepTimer::with_events`] on a
+    /// GPU.
     ///
     /// # Errors
-    /// Errors of the work on the device, after which nothing is measured.
-    pub fn take_device_phases(&self) -> Result<Vec<DevicePhases>> {
-        self.device_phases(false)
-    }
-
-    /// Returns the same as [`take_device_phases`](Self::take_device_phases), after waiting for the steps that the
-    /// device has not finished. For the end of a run.
-    ///
-    /// # Errors
-    /// As for [`take_device_phases`](Self::take_device_phases).
-    pub fn wait_device_phases(&self) -> Result<Vec<DevicePhases>> {
-        self.device_phases(true)
-    }
-
+    /// Errors of the work on the device, each once. Nothing is measured on the device after the first.
     pub(crate) fn device_phases(&self, wait: bool) -> Result<Vec<DevicePhases>> {
         let Some(events) = &self.events else {
             return Ok(Vec::new());
         };
-        let mut events = events.borrow_mut();
-        match events.failure.take() {
-            Some(failure) => Err(failure),
-            None => events.clock.take(wait),
-        }
+        events.borrow_mut().take(wait)
     }
 
     /// Returns `true` if the device has a clock of its own ([`StepTimer::with_events`] on a GPU).
     pub(crate) fn has_device_phases(&self) -> bool {
         self.events.is_some()
+    }
+
+    /// Returns `true` if the device's clock has failed.
+    pub(crate) fn has_lost_device(&self) -> bool {
+        let lost = |events: &RefCell<Events>| events.borrow().clock.is_none();
+        self.events.as_ref().is_some_and(lost)
     }
 
     /// Returns the seconds of wall time since the timer was created, up to the last phase boundary.
@@ -377,7 +381,7 @@ mod tests {
         let timer = StepTimer::with_events(Device::Cpu).expect("a CPU needs no device");
         timer.phase(Phase::Forward, || timer.advance(SECOND));
         about(timer.end_step().forward, 1.0);
-        assert!(timer.wait_device_phases().expect("no device").is_empty());
+        assert!(timer.device_phases(true).expect("no device").is_empty());
         assert!(StepTimer::with_events(Device::Cuda(4711)).is_err());
     }
 
@@ -393,7 +397,7 @@ mod tests {
             timer.phase(Phase::Backward, || (0..4).for_each(|_| drop(x.matmul(&x))));
             timer.end_step();
         }
-        let steps = timer.wait_device_phases().expect("the device is well");
+        let steps = timer.device_phases(true).expect("the device is well");
         assert_eq!(steps.iter().map(|s| s.step).collect::<Vec<_>>(), [1, 2, 3]);
         assert!(steps[2].seconds.backward > 2.0 * steps[2].seconds.forward);
     }

@@ -19,10 +19,6 @@ fn compiled(folder: &Path) -> PathBuf {
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
     let mut command = Command::new(compiler);
     command.args(["-std=c++17", "-shared", "-fPIC", "-O0"]);
-    command.arg(format!(
-        "-D_GLIBCXX_USE_CXX11_ABI={}",
-        i32::from(torch.cxx11_abi)
-    ));
     for include in &torch.include_dirs {
         command.arg("-isystem").arg(include);
     }

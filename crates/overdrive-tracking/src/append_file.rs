@@ -75,10 +75,6 @@ impl AppendFile {
         self.write_waiting()?;
         self.out.sync_data()
     }
-
-    pub(crate) fn file(&mut self) -> &mut File {
-        &mut self.out
-    }
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! A tracker that writes JSON Lines.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error as CommonError, files};
@@ -36,18 +35,14 @@ impl JsonLines {
     /// # Errors
     /// [`overdrive_core::Error::Io`].
     pub fn append(path: impl AsRef<Path>) -> Result<Self> {
-        let mut tracker = Self::open(path.as_ref(), false)?;
-        tracker
-            .repair_last_line()
-            .map_err(CommonError::io("append to", &tracker.path))?;
-        Ok(tracker)
+        Self::resume(path, u64::MAX)
     }
 
     /// Opens the file of a run that resumes from `step`: lines of later steps and a truncated last line are
-    /// removed. A missing file is created.
+    /// removed; other lines that are no record of a step stay. A missing file is created.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::Io`]; the file is unchanged then.
+    /// [`overdrive_core::Error::Io`].
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
         // Bytes, not a string, because a truncated line may end within a character.
@@ -55,9 +50,10 @@ impl JsonLines {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             read => read.map_err(CommonError::io("read", path))?,
         };
-        let is_kept = |line: &&[u8]| {
-            let metrics = serde_json::from_slice::<StepMetrics>(line);
-            metrics.is_ok_and(|metrics| metrics.step <= step)
+        let is_kept = |line: &&[u8]| match serde_json::from_slice::<StepMetrics>(line) {
+            Ok(metrics) => metrics.step <= step,
+            // Without its line break, it is one that a crash truncated.
+            Err(_) => line.ends_with(b"\n"),
         };
         let lines = text.split_inclusive(|&byte| byte == b'\n');
         let kept: Vec<u8> = lines.filter(is_kept).flatten().copied().collect();
@@ -71,7 +67,12 @@ impl JsonLines {
                 .and_then(|file| file.set_len(kept.len() as u64))
                 .map_err(CommonError::io("truncate", path))?;
         }
-        Self::append(path)
+        let mut tracker = Self::open(path, false)?;
+        if kept.last().is_some_and(|&byte| byte != b'\n') {
+            // Of the last record, only the line break was lost.
+            tracker.append_bytes(b"\n")?;
+        }
+        Ok(tracker)
     }
 
     fn open(path: &Path, empty: bool) -> Result<Self> {
@@ -84,7 +85,6 @@ impl JsonLines {
         // Append mode: two writes never overlap, also if another process has the file open.
         let file = OpenOptions::new()
             .create(true)
-            .read(true)
             .append(true)
             .open(path)
             .map_err(CommonError::io("open", path))?;
@@ -94,24 +94,11 @@ impl JsonLines {
         })
     }
 
-    fn repair_last_line(&mut self) -> std::io::Result<()> {
-        let mut bytes = Vec::new();
-        let file = self.file.file();
-        file.seek(SeekFrom::Start(0))?;
-        file.read_to_end(&mut bytes)?;
-        let complete = bytes
-            .iter()
-            .rposition(|&byte| byte == b'\n')
-            .map_or(0, |last| last + 1);
-        let rest = &bytes[complete..];
-        if rest.is_empty() {
-            return Ok(());
-        }
-        if serde_json::from_slice::<StepMetrics>(rest).is_ok() {
-            // Only its line break was lost.
-            return file.write_all(b"\n");
-        }
-        file.set_len(complete as u64)
+    fn append_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        Ok(self
+            .file
+            .append(bytes)
+            .map_err(CommonError::io("append to", &self.path))?)
     }
 }
 
@@ -119,10 +106,7 @@ impl Tracker for JsonLines {
     fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
         let mut line = metrics.to_json_line()?;
         line.push('\n');
-        Ok(self
-            .file
-            .append(line.as_bytes())
-            .map_err(CommonError::io("append to", &self.path))?)
+        self.append_bytes(line.as_bytes())
     }
 
     fn finish(&mut self) -> Result<()> {

@@ -13,8 +13,7 @@
 //! - [`Report`] writes an HTML page about the run.
 //!
 //! ```
-//! use std::time::Duration;
-//! use overdrive_profiling::{Machine, Phase, StepTimer, Throughput};
+//! use overdrive_profiling::{Machine, Phase, StepRecorder, StepRecorderConfig, StepWork};
 //! use overdrive_tracking::{
 //!     JsonLines, Report, StepMetrics, TensorBoard, Tracker, Trackers, TrainingProgress, read_metrics,
 //! };
@@ -25,23 +24,18 @@
 //!     .with(JsonLines::create(&metrics_file)?)
 //!     .with(TensorBoard::create(folder.path().join("tensorboard"))?);
 //! let mut progress = TrainingProgress::new(3);
-//! let mut throughput = Throughput::new(20);
-//! let timer = StepTimer::new();
+//! let mut recorder = StepRecorder::new(StepRecorderConfig::default())?;
 //!
 //! for step in 1..=3 {
-//!     timer.begin_step();
-//!     let loss = timer.phase(Phase::Forward, || 8.3 / step as f64);
-//!     timer.phase(Phase::Backward, || { /* the gradients */ });
-//!     let phases = timer.end_step();
-//!     throughput.record(2048, Duration::from_secs_f64(phases.total()));
-//!     let metrics = StepMetrics {
-//!         step,
-//!         loss,
-//!         learning_rate: 1e-3,
-//!         tokens_per_second: throughput.tokens_per_second(),
-//!         phase_seconds: Some(phases),
-//!         ..Default::default()
-//!     };
+//!     recorder.begin_step();
+//!     let loss = recorder.phase(Phase::Forward, || 8.3 / step as f64);
+//!     recorder.phase(Phase::Backward, || { /* the gradients */ });
+//!     recorder.end_step(StepWork { tokens: 2048, samples: 8 });
+//!     let mut metrics = StepMetrics { step, loss, learning_rate: 1e-3, ..Default::default() };
+//!     // On a CPU, a step is finished when it ends.
+//!     for record in recorder.finish()? {
+//!         metrics.apply(&record);
+//!     }
 //!     trackers.log(&metrics)?;
 //!     progress.update(&metrics);
 //! }

@@ -91,7 +91,7 @@ pub struct StepMetrics {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase_seconds: Option<PhaseSeconds>,
     /// The device time by phase, if the device has its own clock
-    /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)).
+    /// ([`Timing::Events`](overdrive_profiling::Timing::Events)).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_phase_seconds: Option<PhaseSeconds>,
     /// The training samples (sequences, images) a second.

@@ -167,6 +167,10 @@ pub enum Error {
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
+    /// The blocks to recompute do not fit to the model.
+    #[error(transparent)]
+    Checkpointing(#[from] overdrive_checkpointing::Error),
+
     /// The device could not be measured.
     #[error(transparent)]
     Profiling(#[from] overdrive_profiling::Error),

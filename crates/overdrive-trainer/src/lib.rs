@@ -10,7 +10,8 @@
 //! - [`TrainingArguments`] is the configuration, and a [`Preset`] is a ready-made one;
 //! - [`TrainArgs`], [`FinetuneArgs`] and [`DpoArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
 //!   over a preset, and its errors name every invalid key, type and choice with the nearest valid one;
-//! - [`TrainingPlan`] is the configuration in numbers of steps;
+//! - [`TrainingPlan`] is the configuration in numbers of steps, and [`MemoryPlan`] estimates the memory of a run before it
+//!   starts, and advises what would make it fit;
 //! - [`TextData`] is the text of files in any format, tokenized and split, and [`InstructionData`] holds
 //!   prompts and responses; both return loaders whose batches are prepared by threads;
 //! - [`batch_loss`] and [`evaluate`] are the loss of a language model, and [`FinetuneTask`] loads one with adapters;
@@ -37,7 +38,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The modules are layers, each of which imports only those before it: `arguments` (plain data and what it is read from),
+//! The modules are layers, each of which imports only those before it: `memory_estimate`, `arguments` (plain data and what it is read from),
 //! `data` (text, tokens, loaders), `run` (the parts of a loop), `tasks` (language model, fine-tuning, preferences) and
 //! `advice` (check, recommended settings, tuning).
 //!
@@ -56,6 +57,7 @@ mod arguments;
 mod data;
 mod error;
 mod interrupt;
+mod memory_estimate;
 mod program;
 mod run;
 mod tasks;
@@ -74,6 +76,10 @@ pub use arguments::{
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
+pub use memory_estimate::{
+    Change, DecoderShape, ExpertShape, MemoryAdvice, MemoryEstimate, MemoryPlan, OptimizerMemory,
+    PeakPoint,
+};
 pub use overdrive_core::{RunEnd, print_line};
 pub use program::run_main;
 pub use run::{

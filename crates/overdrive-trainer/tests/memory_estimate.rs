@@ -7,11 +7,8 @@ use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive_checkpointing::Schedule;
 use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
 use overdrive_precision::Precision;
-use overdrive_profiling::{
-    DecoderShape, MemoryAttention, MemoryPlan, MemoryPrecision, Recomputation,
-};
 use overdrive_sys::memory;
-use overdrive_trainer::Preset;
+use overdrive_trainer::{DecoderShape, MemoryPlan, Preset};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, Execution, InitOptions, LabelShift, ModelConfig,
 };
@@ -24,7 +21,6 @@ struct Configuration {
     name: &'static str,
     execution: Execution,
     precision: Precision,
-    plan: MemoryPlan,
     /// If `true`, gradients are also accumulated over two micro-batches.
     twice: bool,
 }
@@ -76,26 +72,12 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
     // Half of the preset's: it takes half the time, and activations are still most of the peak.
     let batch = arguments.per_device_train_batch_size / 2;
     let length = arguments.context_length;
-    let plan = MemoryPlan::new(decoder, batch, length);
     assert_eq!(decoder.parameters(), shape.parameters(arguments.vocab_size));
-
-    let unfused = || {
-        let mut execution = Execution::default();
-        execution.fused_kernels = false;
-        execution
-    };
-    let eager = || {
-        let mut execution = unfused();
-        execution.attention = AttentionImplementation::Eager;
-        execution
-    };
-    let with_attention = |attention| MemoryPlan { attention, ..plan };
-    let configurations = configurations(plan, unfused, eager, with_attention);
 
     let config = shape.to_hugging_face(arguments.vocab_size, length);
     let config = ModelConfig::try_from(config).unwrap();
     let mut off = Vec::new();
-    for configuration in configurations {
+    for configuration in configurations() {
         let warning = configuration.precision.warning(Device::Cpu);
         // Emulated products take minutes; those in hardware are measured even where fp32 is faster.
         if let Some(slow) = warning.filter(|text| text.contains("emulates")) {
@@ -111,8 +93,12 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
             let (rows, columns) = (batch as i64, length as i64);
             let peak = measured(&model, configuration.precision, rows, columns, micro) - before;
             let plan = MemoryPlan {
+                precision: configuration.precision,
+                attention: configuration.execution.attention,
+                schedule: configuration.execution.checkpointing.clone(),
+                fused_kernels: configuration.execution.fused_kernels,
                 accumulates: micro > 1,
-                ..configuration.plan
+                ..MemoryPlan::new(decoder, batch, length)
             };
             let estimate = plan.estimate().unwrap();
             let error = estimate.peak as f64 / peak as f64 - 1.0;
@@ -134,148 +120,43 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
     assert!(off.is_empty(), "{}", off.join("\n"));
 }
 
-fn configurations(
-    plan: MemoryPlan,
-    unfused: impl Fn() -> Execution,
-    eager: impl Fn() -> Execution,
-    with_attention: impl Fn(MemoryAttention) -> MemoryPlan,
-) -> Vec<Configuration> {
-    let checkpointed = |mut execution: Execution, schedule| {
-        execution.checkpointing = schedule;
+fn configurations() -> Vec<Configuration> {
+    let execution = |attention, fused_kernels, checkpointing| {
+        let mut execution = Execution::default();
+        execution.attention = attention;
+        execution.fused_kernels = fused_kernels;
+        execution.checkpointing = checkpointing;
         execution
     };
-    vec![
-        Configuration {
-            twice: false,
-            name: "default",
-            execution: eager(),
-            precision: Precision::Fp32,
-            plan: with_attention(MemoryAttention::Eager),
-        },
-        Configuration {
-            twice: false,
-            name: "+ mixed precision",
-            execution: eager(),
-            precision: Precision::Bf16,
-            plan: MemoryPlan {
-                precision: MemoryPrecision::Autocast,
-                ..with_attention(MemoryAttention::Eager)
+    let (eager, flash) = (
+        AttentionImplementation::Eager,
+        AttentionImplementation::Flash,
+    );
+    let (fp32, bf16) = (Precision::Fp32, Precision::Bf16);
+    #[rustfmt::skip]
+    let table = [
+        ("default", eager, false, Schedule::Never, fp32, false),
+        ("+ mixed precision", eager, false, Schedule::Never, bf16, false),
+        ("+ activation checkpointing", eager, false, Schedule::EveryBlock, fp32, false),
+        ("+ fused kernels, eager", eager, true, Schedule::Never, fp32, false),
+        ("+ flash attention", flash, false, Schedule::Never, fp32, true),
+        ("+ flash, mixed precision", flash, false, Schedule::Never, bf16, false),
+        ("+ checkpointing every block", flash, false, Schedule::EveryBlock, fp32, false),
+        ("+ checkpointing, root of depth", flash, false, Schedule::SqrtSegments, fp32, false),
+        ("+ checkpointing every other block", flash, false, Schedule::EveryNth(2), fp32, false),
+        ("+ fused kernels", flash, true, Schedule::Never, fp32, false),
+        ("+ fused, mixed precision", flash, true, Schedule::Never, bf16, false),
+        ("all in fp32", flash, true, Schedule::EveryBlock, fp32, true),
+        ("all", flash, true, Schedule::EveryBlock, bf16, false),
+    ];
+    table
+        .map(
+            |(name, attention, fused, schedule, precision, twice)| Configuration {
+                name,
+                execution: execution(attention, fused, schedule),
+                precision,
+                twice,
             },
-        },
-        Configuration {
-            twice: false,
-            name: "+ activation checkpointing",
-            execution: checkpointed(eager(), Schedule::EveryBlock),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                recomputation: Recomputation::EveryBlock,
-                ..with_attention(MemoryAttention::Eager)
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ fused kernels, eager",
-            execution: {
-                let mut execution = eager();
-                execution.fused_kernels = true;
-                execution
-            },
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                fused_kernels: true,
-                ..with_attention(MemoryAttention::Eager)
-            },
-        },
-        Configuration {
-            twice: true,
-            name: "+ flash attention",
-            execution: unfused(),
-            precision: Precision::Fp32,
-            plan,
-        },
-        Configuration {
-            twice: false,
-            name: "+ flash, mixed precision",
-            execution: unfused(),
-            precision: Precision::Bf16,
-            plan: MemoryPlan {
-                precision: MemoryPrecision::Autocast,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ checkpointing every block",
-            execution: checkpointed(unfused(), Schedule::EveryBlock),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                recomputation: Recomputation::EveryBlock,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ checkpointing, root of depth",
-            execution: checkpointed(unfused(), Schedule::SqrtSegments),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                recomputation: Recomputation::SqrtSegments,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ checkpointing every other block",
-            execution: checkpointed(unfused(), Schedule::EveryNth(2)),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                recomputation: Recomputation::EveryNth(2),
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ fused kernels",
-            execution: Execution::default(),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                fused_kernels: true,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "+ fused, mixed precision",
-            execution: Execution::default(),
-            precision: Precision::Bf16,
-            plan: MemoryPlan {
-                fused_kernels: true,
-                precision: MemoryPrecision::Autocast,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: true,
-            name: "all in fp32",
-            execution: checkpointed(Execution::default(), Schedule::EveryBlock),
-            precision: Precision::Fp32,
-            plan: MemoryPlan {
-                fused_kernels: true,
-                recomputation: Recomputation::EveryBlock,
-                ..plan
-            },
-        },
-        Configuration {
-            twice: false,
-            name: "all",
-            execution: checkpointed(Execution::default(), Schedule::EveryBlock),
-            precision: Precision::Bf16,
-            plan: MemoryPlan {
-                fused_kernels: true,
-                precision: MemoryPrecision::Autocast,
-                recomputation: Recomputation::EveryBlock,
-                ..plan
-            },
-        },
-    ]
+        )
+        .into()
 }

@@ -277,7 +277,7 @@ fn a_fine_tuning_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
         let plan = plan.with_micro_batch(micro).unwrap();
         let precision = overdrive::precision::Precision::Fp32;
         arguments
-            .estimated_step(shape, precision, shape.parameters() / 50, plan)
+            .estimated_step(shape, precision, shape.parameters() / 50, plan, None)
             .unwrap()
     };
     // Between what 16 and what 4 take: at least one try fails.

@@ -4,14 +4,14 @@ use overdrive::attention::{
     attention_decode, attention_paged,
 };
 use overdrive::kv_cache::{AttendOptions, KvCache, QuantizedCache, QuantizedCacheConfig};
-use overdrive::profiling::{ProfilerConfig, profile};
+use overdrive::profiling::ProfilerConfig;
 use overdrive_graphs::{CaptureOptions, CudaGraph};
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::parity::{Drawn, KINDS, Run, constant, distance, name_of, tolerance};
-use crate::timing::{seconds, synchronize};
+use crate::timing::{seconds, trace};
 
 /// The name of the kernel in traces.
 const KERNEL: &str = "decode_attention";
@@ -205,16 +205,7 @@ fn codes(context: &mut Context) -> Result<()> {
 
 /// Returns the number of kernels of this name that `work` runs on a GPU.
 fn kernels_of(device: Device, work: impl FnOnce() -> Result<()>) -> Result<usize> {
-    let config = ProfilerConfig {
-        cuda: Some(true),
-        ..ProfilerConfig::default()
-    };
-    let (done, trace) = profile(config, || {
-        let done = work();
-        synchronize(device);
-        done
-    })?;
-    done?;
+    let ((), trace) = trace(device, ProfilerConfig::default(), work)?;
     let events = trace.events().iter();
     Ok(events
         .filter(|event| event.device_type != 0 && event.name.contains(KERNEL))

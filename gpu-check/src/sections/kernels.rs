@@ -1,6 +1,4 @@
-use std::cell::Cell;
 use std::rc::Rc;
-use std::sync::Arc;
 
 use anyhow::Result;
 use overdrive::autograd::{GradOptions, grad as grad_of};
@@ -12,16 +10,14 @@ use overdrive::optim::{
     AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, ClipOptions, Optimizer, ParamGroup,
     clip_grad_norm,
 };
-use overdrive::profiling::{ProfilerConfig, profile};
+use overdrive::profiling::{OperatorCounts, ProfilerConfig};
 use overdrive::quantization::{QuantizedWeight, linear};
-use overdrive::sys::CallbackResult;
-use overdrive::sys::dispatch_mode::{DispatchMode, OperatorCall, Results, push_mode};
 use overdrive::sys::grad;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::timing::{seconds, synchronize, with_own_kernels};
+use crate::timing::{seconds, trace, with_own_kernels};
 
 /// An operation and the bytes that it has to read and write at least.
 struct Case {
@@ -334,34 +330,14 @@ fn optimizers(sizes: Sizes) -> Result<Vec<Case>> {
     ])
 }
 
-/// Counts the kernels and copies of `work` on a GPU; on a CPU the operators of libtorch outside of others.
+/// Counts the kernels and copies of `work` on a GPU; on a CPU the operators that would launch them.
 fn launches(device: Device, work: &mut dyn FnMut() -> Result<()>) -> Result<usize> {
     if device == Device::Cpu {
-        let counter = Rc::new(Counter(Cell::new(0)));
-        let guard = push_mode(Rc::<Counter>::clone(&counter));
+        let counts = OperatorCounts::new();
         work()?;
-        drop(guard);
-        return Ok(counter.0.get());
+        return Ok(counts.launches());
     }
-    let config = ProfilerConfig {
-        cuda: Some(true),
-        ..ProfilerConfig::default()
-    };
-    let (done, trace) = profile(config, || {
-        let done = work();
-        synchronize(device);
-        done
-    })?;
-    done?;
+    let ((), trace) = trace(device, ProfilerConfig::default(), work)?;
     let events = trace.events().iter();
     Ok(events.filter(|event| event.device_type != 0).count())
-}
-
-struct Counter(Cell<usize>);
-
-impl DispatchMode for Counter {
-    fn before(&self, _call: &OperatorCall) -> CallbackResult<Option<Arc<Results>>> {
-        self.0.set(self.0.get() + 1);
-        Ok(None)
-    }
 }

@@ -1,12 +1,12 @@
 use anyhow::Result;
 use overdrive::precision::Precision;
-use overdrive::profiling::{GroupBy, ProfilerConfig, profile, record_function};
+use overdrive::profiling::{GroupBy, ProfilerConfig, record_function};
 use tch::Device;
 
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, tokens};
-use crate::timing::synchronize;
+use crate::timing::trace;
 use crate::training::Trainer;
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
@@ -17,18 +17,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let ids = tokens(2, 64, device)?;
         trainer.steps(&model, &ids, 2)?;
         let settings = ProfilerConfig {
-            cuda: Some(device != Device::Cpu),
             record_shapes: true,
             with_flops: true,
             ..ProfilerConfig::default()
         };
-        let (loss, mut trace) = profile(settings, || {
+        let (_loss, mut trace) = trace(device, settings, || {
             let _range = record_function("a step of the check");
-            let loss = trainer.step(&model, &ids);
-            synchronize(device);
-            loss
+            trainer.step(&model, &ids)
         })?;
-        let _loss = loss?;
         let on_host = trace.events().iter().filter(|event| event.device_type == 0);
         let on_host = on_host.count();
         let on_device: Vec<_> = trace

@@ -122,7 +122,9 @@ pub(crate) fn docs(further: &[OsString]) -> Cargo {
     let mut cargo = Cargo::new(["doc", "--no-deps", "--lib"])
         .workspace()
         .and(further);
-    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings".into()));
+    cargo
+        .variables
+        .push(("CARGO_ENCODED_RUSTDOCFLAGS", "-Dwarnings".into()));
     cargo
 }
 

@@ -1,16 +1,13 @@
 //! The tests of the workspace, several programs at a time: many of them wait, for processes, timeouts and single threads.
 
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
-use serde_json::Value;
-
 use super::checks::WAIT_POLICY;
-use super::{Cargo, prepare};
+use super::{Artifact, Cargo, artifacts, prepare};
 use crate::failure::{Failure, Result};
 
 /// The largest number of programs at a time. Each has a thread for every core.
@@ -22,17 +19,7 @@ enum Job {
     /// Commands one after the other.
     Commands(Vec<Cargo>),
     /// A test program.
-    Program(TestProgram),
-}
-
-/// A test program that Cargo has built.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct TestProgram {
-    /// The package and the source file.
-    name: String,
-    /// The folder of the package.
-    folder: PathBuf,
-    built: PathBuf,
+    Program(Artifact),
 }
 
 /// The output of a job and its end.
@@ -60,7 +47,8 @@ pub(crate) fn test_all(beside: Vec<Cargo>) -> Result<()> {
         .chain([super::checks::documentation_tests()]);
     // The commands take longest, so they begin first.
     let jobs = std::iter::once(Job::Commands(documentation.collect()));
-    let programs: Vec<TestProgram> = built.lines().filter_map(TestProgram::of_message).collect();
+    let programs = artifacts(&built).into_iter();
+    let programs: Vec<Artifact> = programs.filter(|program| program.is_test).collect();
     if programs.is_empty() {
         return Err(Failure::new("cargo built no test program"));
     }
@@ -131,7 +119,7 @@ impl Job {
                 }
                 all
             }
-            Job::Program(program) => finished(&program.name, &mut program.command()),
+            Job::Program(program) => finished(&name_of(&program), &mut command_of(&program)),
         }
     }
 }
@@ -164,38 +152,25 @@ fn finished(name: &str, command: &mut Command) -> Done {
     }
 }
 
-impl TestProgram {
-    fn of_message(line: &str) -> Option<TestProgram> {
-        let message: Value = serde_json::from_str(line).ok()?;
-        let is_test = message["profile"]["test"].as_bool()?;
-        let (manifest, source) = (
-            message["manifest_path"].as_str()?,
-            &message["target"]["src_path"],
-        );
-        let folder = Path::new(manifest).parent()?;
-        let source = Path::new(source.as_str()?);
-        let source = source.strip_prefix(folder).unwrap_or(source);
-        let package = folder.file_name()?.to_string_lossy();
-        Some(TestProgram {
-            name: format!("{package} {}", source.display()),
-            folder: folder.to_path_buf(),
-            built: PathBuf::from(message["executable"].as_str()?),
-        })
-        .filter(|_| is_test)
-    }
+/// Returns the package and the source file of a test program.
+fn name_of(program: &Artifact) -> String {
+    let (folder, source) = (&program.folder, &program.source);
+    let package = folder.file_name().unwrap_or_default().to_string_lossy();
+    let source = source.strip_prefix(folder).unwrap_or(source);
+    format!("{package} {}", source.display())
+}
 
-    /// Returns the command with the folder and the variables that Cargo gives to a test program.
-    fn command(&self) -> Command {
-        let mut command = Command::new(&self.built);
-        prepare(&mut command);
-        let (name, value) = WAIT_POLICY;
-        if std::env::var_os(name).is_none() {
-            command.env(name, value);
-        }
-        command.current_dir(&self.folder);
-        command.env("CARGO_MANIFEST_DIR", &self.folder);
-        command
+/// Returns the command with the folder and the variables that Cargo gives to a test program.
+fn command_of(program: &Artifact) -> Command {
+    let mut command = Command::new(&program.executable);
+    prepare(&mut command);
+    let (name, value) = WAIT_POLICY;
+    if std::env::var_os(name).is_none() {
+        command.env(name, value);
     }
+    command.current_dir(&program.folder);
+    command.env("CARGO_MANIFEST_DIR", &program.folder);
+    command
 }
 
 impl Counts {
@@ -242,22 +217,15 @@ mod tests {
     }
 
     #[test]
-    fn test_programs_are_found_in_cargos_messages() {
-        let message = |test: bool, executable: &str| {
-            format!(
-                r#"{{"reason":"compiler-artifact","manifest_path":"/w/crates/one/Cargo.toml","target":{{"src_path":"/w/crates/one/tests/it/main.rs"}},"profile":{{"test":{test}}},"executable":{executable}}}"#
-            )
+    fn a_test_program_is_named_after_its_package_and_its_source() {
+        let program = Artifact {
+            executable: "/t/it-1".into(),
+            folder: "/w/crates/one".into(),
+            source: "/w/crates/one/tests/it/main.rs".into(),
+            kinds: Vec::new(),
+            is_test: true,
         };
-        let found = TestProgram::of_message(&message(true, r#""/t/it-1""#)).unwrap();
-        assert_eq!(found.name, "one tests/it/main.rs");
-        assert_eq!(found.folder, Path::new("/w/crates/one"));
-        assert_eq!(found.built, Path::new("/t/it-1"));
-        assert_eq!(
-            TestProgram::of_message(&message(false, r#""/t/it-1""#)),
-            None
-        );
-        assert_eq!(TestProgram::of_message(&message(true, "null")), None);
-        assert_eq!(TestProgram::of_message("{}"), None);
+        assert_eq!(name_of(&program), "one tests/it/main.rs");
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
+use serde_json::Value;
+
 use crate::failure::{Failure, Result};
 use crate::record::Record;
 use crate::torch;
@@ -30,7 +32,9 @@ pub(crate) fn workspace() -> PathBuf {
 
 /// Returns the target folder of this workspace.
 pub(crate) fn target_folder() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
+    let given = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target = given.unwrap_or_else(|| workspace().join("target"));
+    std::path::absolute(&target).unwrap_or(target)
 }
 
 /// The features that are off by default, because they compile long or have another licence, but are checked.
@@ -80,6 +84,40 @@ fn host_of(version: &str) -> Result<String> {
     let line = version.lines().find_map(|line| line.strip_prefix("host: "));
     line.map(str::to_owned)
         .ok_or_else(|| Failure::new("rustc -vV printed no host"))
+}
+
+/// A program that Cargo has built.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Artifact {
+    pub(crate) executable: PathBuf,
+    /// The folder of its package.
+    pub(crate) folder: PathBuf,
+    pub(crate) source: PathBuf,
+    /// `bin`, `example`, `test` and others.
+    pub(crate) kinds: Vec<String>,
+    pub(crate) is_test: bool,
+}
+
+/// Returns the programs in Cargo's messages (`--message-format=json`).
+pub(crate) fn artifacts(messages: &str) -> Vec<Artifact> {
+    messages.lines().filter_map(Artifact::of_message).collect()
+}
+
+impl Artifact {
+    fn of_message(line: &str) -> Option<Self> {
+        let message: Value = serde_json::from_str(line).ok()?;
+        let path = |value: &Value| value.as_str().map(PathBuf::from);
+        let kinds = message["target"]["kind"].as_array().into_iter().flatten();
+        Some(Self {
+            executable: path(&message["executable"])?,
+            folder: path(&message["manifest_path"])?.parent()?.to_path_buf(),
+            source: path(&message["target"]["src_path"])?,
+            kinds: kinds
+                .filter_map(|kind| Some(kind.as_str()?.to_owned()))
+                .collect(),
+            is_test: message["profile"]["test"].as_bool()?,
+        })
+    }
 }
 
 impl Cargo {
@@ -256,7 +294,7 @@ fn prepare(command: &mut Command) {
     }
     torch::apply(command);
     if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
-        match without_own_folders(&paths, &workspace) {
+        match without_own_folders(&paths, &workspace, &target_folder()) {
             Some(rest) => command.env("LD_LIBRARY_PATH", rest),
             None => command.env_remove("LD_LIBRARY_PATH"),
         };
@@ -302,11 +340,12 @@ fn inherited_from_cargo_run(workspace: &Path) -> Vec<OsString> {
         .collect()
 }
 
-/// Returns `LD_LIBRARY_PATH` without the folders of this build, which `cargo run` added.
-fn without_own_folders(paths: &OsStr, workspace: &Path) -> Option<OsString> {
-    let target = workspace.join("target");
+/// Returns `LD_LIBRARY_PATH` without the folders of this build, which `cargo run` added. `cargo xtask` itself is built in
+/// the workspace's own `target`, wherever the others are.
+fn without_own_folders(paths: &OsStr, workspace: &Path, target: &Path) -> Option<OsString> {
+    let own = [&workspace.join("target"), target];
     let rest: Vec<PathBuf> = std::env::split_paths(paths)
-        .filter(|path| !path.starts_with(&target))
+        .filter(|path| !own.iter().any(|own| path.starts_with(own)))
         .collect();
     if rest.is_empty() {
         None
@@ -343,7 +382,7 @@ mod tests {
         assert_eq!(
             docs(&[]).line(),
             format!(
-                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib --workspace {}",
+                "CARGO_ENCODED_RUSTDOCFLAGS=-Dwarnings cargo doc --no-deps --lib --workspace {}",
                 ALL_FEATURES.join(" ")
             )
         );
@@ -358,12 +397,36 @@ mod tests {
     #[test]
     fn the_folders_of_our_own_build_are_not_passed_on() {
         let workspace = Path::new("/w");
-        let cut = |paths: &str| without_own_folders(OsStr::new(paths), workspace);
+        let cut = |paths: &str| without_own_folders(OsStr::new(paths), workspace, Path::new("/t"));
+        assert_eq!(cut("/t/release/deps:/opt/lib"), Some("/opt/lib".into()));
         assert_eq!(
             cut("/w/target/xtask/release/deps:/opt/lib"),
             Some("/opt/lib".into())
         );
         assert_eq!(cut("/w/target/xtask/release/deps"), None);
+    }
+
+    #[test]
+    fn programs_are_found_in_cargos_messages() {
+        let message = |executable: &str| {
+            format!(
+                r#"{{"reason":"compiler-artifact","manifest_path":"/w/crates/one/Cargo.toml","target":{{"kind":["test"],"src_path":"/w/crates/one/tests/it/main.rs"}},"profile":{{"test":true}},"executable":{executable}}}"#
+            )
+        };
+        let messages = [
+            &message("null"),
+            &message(r#""/t/it-1""#),
+            r#"{"reason":"build-finished","success":true}"#,
+            "",
+        ];
+        let expected = Artifact {
+            executable: "/t/it-1".into(),
+            folder: "/w/crates/one".into(),
+            source: "/w/crates/one/tests/it/main.rs".into(),
+            kinds: vec!["test".to_owned()],
+            is_test: true,
+        };
+        assert_eq!(artifacts(&messages.join("\n")), [expected]);
     }
 
     #[test]

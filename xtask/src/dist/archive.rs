@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::{failed, name, output_of};
+use super::{failed, name, output_of, write};
 use crate::failure::Result;
 use crate::hash;
 
@@ -18,7 +18,7 @@ pub(crate) fn pack(folder: &Path, file: &str) -> Result<PathBuf> {
     let packed = tar(folder, parent, &made).and_then(|()| {
         let sum = format!("{}  {file}\n", hash::sha256(&made)?);
         let sums = parent.join(format!("{file}.sha256"));
-        fs::write(&sums, sum).map_err(|error| failed("could not write", &sums, &error))?;
+        write(&sums, &sum)?;
         fs::rename(&made, &archive).map_err(|error| failed("could not create", &archive, &error))
     });
     if packed.is_err() {

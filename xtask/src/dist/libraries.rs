@@ -8,8 +8,8 @@ use std::process::Command;
 use overdrive_build::Libtorch;
 use overdrive_build::cache::Variant;
 
+use super::output_of;
 use super::program::Program;
-use super::{failed, output_of};
 use crate::failure::{Failure, Result};
 use crate::sources::{Platform, wanted_of_torch};
 
@@ -24,9 +24,10 @@ pub(crate) fn of(torch: &Libtorch) -> Result<Vec<PathBuf>> {
     };
     let platform = Platform::here()?;
     let mut libraries = Vec::new();
-    let entries = fs::read_dir(folder).map_err(|error| failed("could not list", folder, &error))?;
+    let entries =
+        fs::read_dir(folder).map_err(|error| Failure::io("could not list", folder, &error))?;
     for entry in entries {
-        let entry = entry.map_err(|error| failed("could not list", folder, &error))?;
+        let entry = entry.map_err(|error| Failure::io("could not list", folder, &error))?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let path = entry.path();
         if wanted_of_torch(&name, variant, platform, true) && is_binary(&path)? {
@@ -45,7 +46,7 @@ fn is_binary(path: &Path) -> Result<bool> {
     let mut start = Vec::new();
     File::open(path)
         .and_then(|file| file.take(4).read_to_end(&mut start))
-        .map_err(|error| failed("could not read", path, &error))?;
+        .map_err(|error| Failure::io("could not read", path, &error))?;
     Ok([ELF, MACH_O, MACH_O_OF_TWO_KINDS]
         .iter()
         .any(|magic| start == magic))

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use overdrive_build::Release;
 use serde_json::Value;
 
-use super::{copy, failed};
+use super::{copy, create, write};
 use crate::cargo;
 use crate::failure::{Failure, Result};
 use crate::torch;
@@ -41,7 +41,7 @@ struct Crate {
 
 /// Writes `crates.txt` and `libraries.txt` into `folder`, and the licence texts that setup has kept.
 pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> Result<()> {
-    fs::create_dir_all(folder).map_err(|error| failed("could not create", folder, &error))?;
+    create(folder)?;
     let host = cargo::host()?;
     let tree = cargo::tree(&host, features).output()?;
     let crates = linked(&metadata(&host, features)?, &tree)?;
@@ -50,10 +50,7 @@ pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> 
     for one in &crates {
         texts.push(texts_in(&one.folder)?);
     }
-    let put = |name: &str, text: &str| {
-        let path = folder.join(name);
-        fs::write(&path, text).map_err(|error| failed("could not write", &path, &error))
-    };
+    let put = |name: &str, text: &str| write(&folder.join(name), text);
     put("crates.txt", &written(&crates, &texts))?;
     put("libraries.txt", &libraries(torch::release()?))?;
     let kept = libtorch.join("licences");
@@ -141,7 +138,7 @@ impl Crate {
 
 /// Returns the texts of a crate's licence files, in the order of their names.
 fn texts_in(folder: &Path) -> Result<Vec<String>> {
-    let fail = |error: std::io::Error| failed("could not read", folder, &error);
+    let fail = |error: std::io::Error| Failure::io("could not read", folder, &error);
     let mut paths = Vec::new();
     for entry in fs::read_dir(folder).map_err(fail)? {
         let path = entry.map_err(fail)?.path();
@@ -161,7 +158,7 @@ fn texts_in(folder: &Path) -> Result<Vec<String>> {
     }
     paths.sort();
     let read = |path: &PathBuf| {
-        let bytes = fs::read(path).map_err(|error| failed("could not read", path, &error))?;
+        let bytes = fs::read(path).map_err(|error| Failure::io("could not read", path, &error))?;
         Ok(String::from_utf8_lossy(&bytes)
             .replace("\r\n", "\n")
             .trim()
@@ -229,8 +226,8 @@ fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
 }
 
 fn copy_tree(from: &Path, to: &Path) -> Result<()> {
-    let fail = |error: std::io::Error| failed("could not copy", from, &error);
-    fs::create_dir_all(to).map_err(fail)?;
+    let fail = |error: std::io::Error| Failure::io("could not read", from, &error);
+    create(to)?;
     for entry in fs::read_dir(from).map_err(fail)? {
         let path = entry.map_err(fail)?.path();
         let to = to.join(path.file_name().unwrap_or_default());

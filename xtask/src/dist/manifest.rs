@@ -8,11 +8,11 @@ use overdrive_build::Libtorch;
 use serde_json::{Value, json};
 
 use super::program::Program;
-use super::{MANIFEST, failed, output_of};
-use crate::failure::Result;
+use super::{MANIFEST, output_of, write};
+use crate::failure::{Failure, Result};
 use crate::{cargo, hash, space};
 
-const FORMAT: &str = "overdrive-dist";
+pub(super) const FORMAT: &str = "overdrive-dist";
 /// The version of the manifest; it is raised if a reader of the old form would misread the new one.
 const FORMAT_VERSION: u64 = 1;
 const SUMS: &str = "SHA256SUMS";
@@ -44,15 +44,15 @@ pub(crate) struct Needs {
     libstdcxx: Option<u32>,
 }
 
-impl Manifest {
-    /// Returns `true` if this command has created `folder`.
-    pub(crate) fn is_in(folder: &Path) -> bool {
-        fs::read_to_string(folder.join(MANIFEST))
-            .ok()
-            .and_then(|text| serde_json::from_str::<Value>(&text).ok())
-            .is_some_and(|manifest| manifest["format"] == FORMAT)
-    }
+/// Returns `true` if `folder` has a manifest of this format.
+pub(super) fn is_in(folder: &Path, format: &str) -> bool {
+    fs::read_to_string(folder.join(MANIFEST))
+        .ok()
+        .and_then(|text| serde_json::from_str::<Value>(&text).ok())
+        .is_some_and(|manifest| manifest["format"] == format)
+}
 
+impl Manifest {
     /// Reads every file of `folder`.
     pub(crate) fn of(folder: &Path, torch: &Libtorch) -> Result<Self> {
         let mut files = Vec::new();
@@ -85,8 +85,7 @@ impl Manifest {
             (SUMS, sums),
             (MANIFEST, format!("{:#}\n", self.json())),
         ] {
-            let path = folder.join(name);
-            fs::write(&path, text).map_err(|error| failed("could not write", &path, &error))?;
+            write(&folder.join(name), &text)?;
         }
         Ok(())
     }
@@ -198,7 +197,7 @@ fn newest(bytes: &[u8], prefix: &[u8]) -> Option<u32> {
 }
 
 fn entries(folder: &Path, prefix: &str, files: &mut Vec<Entry>, needs: &mut Needs) -> Result<()> {
-    let fail = |error: std::io::Error| failed("could not read", folder, &error);
+    let fail = |error: std::io::Error| Failure::io("could not read", folder, &error);
     for entry in fs::read_dir(folder).map_err(fail)? {
         let entry = entry.map_err(fail)?;
         let path = entry.path();
@@ -207,7 +206,8 @@ fn entries(folder: &Path, prefix: &str, files: &mut Vec<Entry>, needs: &mut Need
             entries(&path, &format!("{name}/"), files, needs)?;
             continue;
         }
-        let bytes = fs::read(&path).map_err(|error| failed("could not read", &path, &error))?;
+        let bytes =
+            fs::read(&path).map_err(|error| Failure::io("could not read", &path, &error))?;
         if bytes.starts_with(b"\x7fELF") {
             *needs = needs.and(Needs::of(&bytes));
         }
@@ -295,14 +295,15 @@ mod tests {
     #[test]
     fn what_is_written_is_known_again_and_read_by_sha256sum() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(!Manifest::is_in(folder.path()));
+        assert!(!is_in(folder.path(), FORMAT));
         let program = Program {
             file: "train".to_owned(),
             built: "/t/train".into(),
             about: "Trains".to_owned(),
         };
         manifest().write(folder.path(), &[program]).unwrap();
-        assert!(Manifest::is_in(folder.path()));
+        assert!(is_in(folder.path(), FORMAT));
+        assert!(!is_in(folder.path(), "overdrive-gpu-bundle"));
         let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap();
         assert_eq!(read(SUMS), "ba78  lib/libc10.so\n");
         let readme = read(README);

@@ -4,9 +4,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use serde_json::Value;
-
 use super::{copy, output_of};
+use crate::cargo::{Artifact, artifacts};
 use crate::failure::{Failure, Result};
 
 /// An example that Cargo has built.
@@ -27,8 +26,9 @@ pub(crate) fn of_messages(messages: &str) -> Result<Vec<Program>> {
 
 /// Returns the programs of the kind `example` or `bin` in Cargo's messages, by name.
 pub(crate) fn of_kind(messages: &str, kind: &str) -> Result<Vec<Program>> {
-    let lines = messages.lines();
-    let mut programs: Vec<Program> = lines.filter_map(|line| of_message(line, kind)).collect();
+    let built = artifacts(messages).into_iter();
+    let built = built.filter(|program| program.kinds.iter().any(|of| of == kind));
+    let mut programs: Vec<Program> = built.filter_map(of_artifact).collect();
     programs.sort_by(|a, b| a.file.cmp(&b.file));
     if programs.is_empty() {
         return Err(Failure::new(format!("cargo built no {kind}")));
@@ -36,18 +36,12 @@ pub(crate) fn of_kind(messages: &str, kind: &str) -> Result<Vec<Program>> {
     Ok(programs)
 }
 
-fn of_message(line: &str, wanted: &str) -> Option<Program> {
-    let message: Value = serde_json::from_str(line).ok()?;
-    let kinds = message["target"]["kind"].as_array()?;
-    if message["reason"] != "compiler-artifact" || !kinds.iter().any(|kind| kind == wanted) {
-        return None;
-    }
-    let built = PathBuf::from(message["executable"].as_str()?);
-    let source = message["target"]["src_path"].as_str().unwrap_or_default();
+fn of_artifact(artifact: Artifact) -> Option<Program> {
+    let source = fs::read_to_string(artifact.source).unwrap_or_default();
     Some(Program {
-        file: built.file_name()?.to_str()?.to_owned(),
-        about: first_sentence(&fs::read_to_string(source).unwrap_or_default()),
-        built,
+        file: artifact.executable.file_name()?.to_str()?.to_owned(),
+        about: first_sentence(&source),
+        built: artifact.executable,
     })
 }
 
@@ -104,7 +98,7 @@ mod tests {
         let artifact = |kind: &str, executable: &str| {
             let target = format!(r#"{{"kind":["{kind}"],"src_path":""}}"#);
             format!(
-                r#"{{"reason":"compiler-artifact","target":{target},"executable":{executable}}}"#
+                r#"{{"manifest_path":"/w/Cargo.toml","target":{target},"profile":{{"test":false}},"executable":{executable}}}"#
             )
         };
         let messages = [

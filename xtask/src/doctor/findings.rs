@@ -23,17 +23,18 @@ pub(super) fn processor(findings: &mut Findings, features: CpuFeatures) {
             cpu.physical_cores, cpu.logical_cores
         ),
     );
-    let mut threads = format!("{} for libtorch by default", cpu.physical_cores);
-    // By the affinity of the process and the quota of the container.
+    let by_default = cpu.threads();
+    let mut threads = format!("{by_default} for libtorch by default");
+    // By the affinity of the process and the quota of the container, which libtorch does not see.
     let usable = std::thread::available_parallelism().map_or(cpu.logical_cores, usize::from);
     if usable < cpu.logical_cores {
         threads += &format!("; this process may use {usable} CPUs");
     }
-    if usable < cpu.physical_cores {
+    if usable < by_default {
         findings.warn(
             format!(
-                "libtorch starts {} threads, and this process may use {usable} CPUs: they would wait for one another",
-                cpu.physical_cores
+                "libtorch starts {by_default} threads, and this process may use {usable} CPUs: they would wait for one \
+                 another"
             ),
             format!("export OMP_NUM_THREADS={usable}"),
         );
@@ -47,7 +48,7 @@ pub(super) fn processor(findings: &mut Findings, features: CpuFeatures) {
             {
                 findings.warn(
                     format!("OMP_NUM_THREADS={value} is more than there are cores"),
-                    format!("export OMP_NUM_THREADS={}", cpu.physical_cores),
+                    format!("export OMP_NUM_THREADS={by_default}"),
                 );
             }
         }
@@ -255,7 +256,7 @@ pub(super) fn tools(findings: &mut Findings, environment: &Environment, have_lib
 }
 
 pub(super) fn disk(findings: &mut Findings, environment: &Environment, have_libtorch: bool) {
-    let workspace = cargo::workspace();
+    let target = cargo::target_folder();
     let Some(cache) = cache::dir(environment) else {
         findings.warn("there is no cache folder", "set HOME or XDG_CACHE_HOME");
         return;
@@ -269,11 +270,7 @@ pub(super) fn disk(findings: &mut Findings, environment: &Environment, have_libt
     );
     findings.say(
         "target",
-        format!(
-            "{}, {} free",
-            workspace.join("target").display(),
-            free(&workspace)
-        ),
+        format!("{}, {} free", target.display(), free(&target)),
     );
     let needed = crate::sources::Platform::here().map_or(0, |platform| {
         crate::sources::wheels::room(platform, Variant::Cpu)
@@ -287,8 +284,8 @@ pub(super) fn disk(findings: &mut Findings, environment: &Environment, have_libt
             "make room, or set XDG_CACHE_HOME to a folder on a larger disk",
         );
     }
-    if space::free(&workspace).is_some_and(|free| free < TARGET_BYTES)
-        && !workspace.join("target/debug").exists()
+    if space::free(&target).is_some_and(|free| free < TARGET_BYTES)
+        && !target.join("debug").exists()
     {
         findings.warn(
             format!(

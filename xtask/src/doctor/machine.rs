@@ -10,9 +10,20 @@ use overdrive_build::cpu::CpuFeatures;
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Cpu {
     pub(super) model: String,
-    /// The number of physical cores; libtorch starts one thread per core.
     pub(super) physical_cores: usize,
     pub(super) logical_cores: usize,
+}
+
+impl Cpu {
+    /// Returns the number of threads that libtorch starts by default: one per physical core, and at most one per CPU that
+    /// the affinity of the process allows. It does not see the quota of a container.
+    pub(super) fn threads(&self) -> usize {
+        #[cfg(target_os = "linux")]
+        if let Ok(allowed) = rustix::thread::sched_getaffinity(None) {
+            return self.physical_cores.min(allowed.count() as usize);
+        }
+        self.physical_cores
+    }
 }
 
 pub(super) fn cpu() -> Cpu {

@@ -93,7 +93,7 @@ pub(crate) fn doctor() -> Result<()> {
 fn measured_speed(environment: &Environment, torch: &Libtorch) -> Option<MatmulSpeed> {
     let threads = std::env::var("OMP_NUM_THREADS").ok();
     let threads = threads.and_then(|count| count.parse().ok());
-    let threads = threads.unwrap_or_else(|| machine::cpu().physical_cores);
+    let threads = threads.unwrap_or_else(|| machine::cpu().threads());
     let processor = Processor::detect(torch.version.as_deref()?, threads);
     MatmulSpeed::stored(environment, &processor)
 }

@@ -36,7 +36,7 @@ pub(super) fn fetch(
         waited = true;
         eprintln!("{text}");
     })
-    .map_err(not_writable)?;
+    .map_err(|failure| Failure::new(format!("the cache cannot be used: {}", failure.in_cache())))?;
     // The process that held the lock may just have created it, even if this run was to create it again.
     if (!force || waited)
         && let Some(found) = cached(environment, release, variant)
@@ -82,11 +82,6 @@ pub(super) fn fetch(
         ))
         .remedy("Run `cargo xtask setup --force`.")
     })
-}
-
-/// Converts an error of the lock, which is the first file that is written into the cache.
-fn not_writable(failure: Failure) -> Failure {
-    Failure::new(format!("the cache cannot be used: {failure}"))
 }
 
 /// Fetches from the first source that is complete: the official archive, else the wheels.

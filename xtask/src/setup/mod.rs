@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use overdrive_build::Environment;
 
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::record::Record;
 use crate::{cargo, torch};
 
@@ -59,7 +59,7 @@ pub(crate) fn setup(wish: Request, force: bool) -> Result<Found> {
         Some(found) => found,
         None => {
             let variant = search::variant(wish, recorded.as_ref());
-            fetch::fetch(&environment, release, variant, force)?
+            fetch::fetch(&environment, release, variant, force).map_err(Failure::in_cache)?
         }
     };
     if torch::other().is_some() {

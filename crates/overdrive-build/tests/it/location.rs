@@ -100,7 +100,6 @@ fn the_variable_wins_over_the_cache() {
     );
     assert_eq!(torch.version.as_deref(), Some(Release::DEFAULT.libtorch));
     assert!(!torch.cuda);
-    assert!(torch.cxx11_abi);
 
     let torch = locate(&both.without("LIBTORCH")).unwrap();
     assert_eq!(torch.source, Source::Cache);
@@ -200,15 +199,15 @@ fn the_version_is_read_from_the_header_where_no_file_says_it() {
 }
 
 #[test]
-fn the_old_abi_is_believed_when_the_variable_says_so() {
+fn the_old_abi_is_an_error_that_names_the_variable() {
     let folder = Folder::new("abi");
     install(&folder.0);
-    let torch = locate(&environment(&[
+    let error = locate(&environment(&[
         ("LIBTORCH", &folder.0),
         ("LIBTORCH_CXX11_ABI", Path::new("0")),
-    ]))
-    .unwrap();
-    assert!(!torch.cxx11_abi);
+    ]));
+    let text = error.unwrap_err().to_string();
+    assert!(text.contains("unset the variable"), "{text}");
 }
 
 #[test]

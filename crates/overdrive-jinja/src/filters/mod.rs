@@ -156,7 +156,7 @@ fn apply(runtime: &mut Runtime, name: &str, value: Value, args: Args) -> Result<
             })
         }
         "capitalize" | "lower" | "title" | "upper" => {
-            args.none("filter")?;
+            args.none(name)?;
             let text = soft(&value)?;
             Ok(text.like(match name {
                 "capitalize" => capitalize(&text.text),

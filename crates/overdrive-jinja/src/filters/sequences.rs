@@ -331,7 +331,8 @@ fn unique(value: Value, args: Args) -> Result<Value> {
 }
 
 fn extreme(runtime: &mut Runtime, value: &Value, args: Args, is_max: bool) -> Result<Value> {
-    let [case_sensitive, attribute] = args.bind("min", ["case_sensitive", "attribute"], 0)?;
+    let name = if is_max { "max" } else { "min" };
+    let [case_sensitive, attribute] = args.bind(name, ["case_sensitive", "attribute"], 0)?;
     let getter = Getter::with(attribute, None, !bool_or(case_sensitive, false))?;
     let mut best: Option<(Value, Value)> = None;
     let mut elements = Elements::new(value)?;

@@ -21,7 +21,7 @@ use crate::unicode::{
     casefold, is_alphabetic, is_alphanumeric, is_decimal, is_digit, is_identifier, is_numeric,
     is_printable, is_space,
 };
-use crate::value::{Elements, Text, Value};
+use crate::value::{Text, Value};
 use case::{is_titled, swapcase, title};
 use layout::{expand_tabs, justify, zfill};
 use search::{Searched, affix};
@@ -171,7 +171,6 @@ pub(crate) fn call(
         "join" => {
             let [items] = args.unnamed(name, 1)?;
             let items = items.unwrap_or(Value::None);
-            items.check_defined_or_empty()?;
             join(runtime, this, &items)
         }
         "strip" | "lstrip" | "rstrip" => {
@@ -249,13 +248,6 @@ pub(crate) fn call(
             ErrorKind::Attribute,
             format!("a string has no method {name}"),
         )),
-    }
-}
-
-impl Value {
-    /// Returns an error unless the value is iterable; an undefined value is.
-    fn check_defined_or_empty(&self) -> Result<()> {
-        Elements::new(self).map(drop)
     }
 }
 

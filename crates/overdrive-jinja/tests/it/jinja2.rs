@@ -292,3 +292,44 @@ fn what_is_not_supported_is_refused_by_name() {
         assert!(error.contains(part), "{template}: {error}");
     }
 }
+
+#[test]
+fn times_are_written_as_by_python() {
+    let written = |format: &str| {
+        let template = format!("{{{{ strftime_now('{format}') }}}}");
+        render(&template, &Map::new()).unwrap()
+    };
+    for [shorthand, whole] in [
+        ["%c", "%a %b %e %H:%M:%S %Y"],
+        ["%x", "%m/%d/%y"],
+        ["%X", "%H:%M:%S"],
+    ] {
+        // One moment for both.
+        let text = written(&format!("{shorthand}={whole}"));
+        let (shorthand, whole) = text.split_once('=').unwrap();
+        assert_eq!(shorthand, whole);
+    }
+    for _ in 0..20 {
+        let digits = written("%f");
+        let is_number = digits.bytes().all(|byte| byte.is_ascii_digit());
+        assert!(digits.len() == 6 && is_number, "{digits}");
+    }
+    assert_eq!(written("%%f %J é %"), "%f %J é %");
+}
+
+#[test]
+fn an_error_of_the_arguments_names_the_filter_or_the_test() {
+    for (template, name) in [
+        ("{{ 'a'|upper(1) }}", "upper"),
+        ("{{ 1 is odd(2) }}", "odd"),
+        ("{{ 1 is none(2) }}", "none"),
+        ("{{ 1 is sameas(1, 2) }}", "sameas"),
+        ("{{ [1]|max(1, 2, 3) }}", "max"),
+    ] {
+        let text = render(template, &Map::new()).unwrap_err().to_string();
+        assert!(
+            text.contains(&format!("{name} takes at most")),
+            "{template}: {text}"
+        );
+    }
+}

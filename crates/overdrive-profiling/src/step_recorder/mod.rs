@@ -11,7 +11,7 @@ use tch::Device;
 use crate::{
     Bottleneck, BottleneckThresholds, DataLoading, GpuMonitor, GpuSample, LoaderTotals,
     MemoryUsage, ModelFlops, NoGpuMonitor, PeakFlops, PeakSource, Phase, PhaseGuard, PhaseSeconds,
-    Result, StepProfile, StepRecord, StepTimer, Throughput,
+    Result, StepProfile, StepRecord, StepTimer,
 };
 
 /// The clock of the steps; see [`StepTimer`].
@@ -112,14 +112,13 @@ pub struct StepWork {
 pub struct StepRecorder {
     config: StepRecorderConfig,
     timer: StepTimer,
-    throughput: Throughput,
-    samples: Throughput,
     /// The steps that the device has not finished, oldest first: without times and rates.
     unfinished: VecDeque<StepRecord>,
-    /// The phases of the last finished steps.
-    window: VecDeque<PhaseSeconds>,
+    /// The last finished steps.
+    window: VecDeque<(StepWork, PhaseSeconds)>,
     /// The sum of the phases of the finished steps, and their number.
     totals: (PhaseSeconds, u64),
+    tokens_seen: u64,
     gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
     last_gpu: Option<GpuSample>,
     /// The sum and the number of the utilizations of the GPU at the ends of the steps.
@@ -145,11 +144,10 @@ impl StepRecorder {
         };
         Ok(Self {
             timer,
-            throughput: Throughput::new(config.window),
-            samples: Throughput::new(config.window),
             unfinished: VecDeque::new(),
             window: VecDeque::new(),
             totals: (PhaseSeconds::default(), 0),
+            tokens_seen: 0,
             gpu,
             last_gpu: None,
             utilization: (0.0, 0),
@@ -252,6 +250,10 @@ impl StepRecorder {
             // The host is done with a step when the step is done.
             records.extend(std::mem::take(&mut self.unfinished));
         }
+        if self.timer.has_lost_device() {
+            // Nobody will say when these are finished.
+            self.unfinished.clear();
+        }
         for on_device in self.timer.device_phases(wait)? {
             // A step that was ended on the timer alone has no record.
             if let Some(mut record) = self
@@ -275,13 +277,14 @@ impl StepRecorder {
         let phases = record.device_phases.unwrap_or(record.phases);
         self.totals.0 += phases;
         self.totals.1 += 1;
-        push(&mut self.window, phases, self.config.window);
-        let time = Duration::try_from_secs_f64(record.seconds).unwrap_or_default();
-        self.throughput.record(record.work.tokens, time);
-        self.samples.record(record.work.samples, time);
-        record.tokens_per_second = self.throughput.tokens_per_second();
-        record.samples_per_second = self.samples.tokens_per_second();
-        record.steps_per_second = rate(&self.window);
+        self.tokens_seen += record.work.tokens;
+        if self.window.len() >= self.config.window.max(1) {
+            self.window.pop_front();
+        }
+        self.window.push_back((record.work, phases));
+        record.tokens_per_second = self.rate(|work| work.tokens);
+        record.samples_per_second = self.rate(|work| work.samples);
+        record.steps_per_second = self.rate(|_| 1);
         self.raise_measured_peak(record.tokens_per_second);
         record.mfu = self.mfu(record.tokens_per_second);
     }
@@ -289,10 +292,10 @@ impl StepRecorder {
     /// Returns the bottleneck of the last finished steps; `None` before the first.
     pub fn bottleneck(&self) -> Option<Bottleneck> {
         let mut phases = PhaseSeconds::default();
-        self.window.iter().for_each(|&step| phases += step);
+        self.window.iter().for_each(|&(_, step)| phases += step);
         let profile = StepProfile {
             phases,
-            mfu: self.mfu(self.throughput.tokens_per_second()),
+            mfu: self.mfu(self.rate(|work| work.tokens)),
             gpu_utilization: self.last_gpu.and_then(|gpu| gpu.utilization),
         };
         Bottleneck::find(&profile, &self.config.thresholds)
@@ -311,7 +314,19 @@ impl StepRecorder {
 
     /// Returns the number of tokens of the finished steps.
     pub fn tokens_seen(&self) -> u64 {
-        self.throughput.tokens_seen()
+        self.tokens_seen
+    }
+
+    /// Returns the work of the window divided by its time, not a mean of rates, so that a slow step weighs as much as
+    /// it costs; 0 before the first step.
+    fn rate(&self, of: impl Fn(StepWork) -> u64) -> f64 {
+        let done: u64 = self.window.iter().map(|&(work, _)| of(work)).sum();
+        let seconds: f64 = self.window.iter().map(|(_, step)| step.total()).sum();
+        if seconds > 0.0 {
+            done as f64 / seconds
+        } else {
+            0.0
+        }
     }
 
     /// Raises a measured peak to the rate that the model reaches. On a busy machine the measurement is too low, and
@@ -334,21 +349,5 @@ impl StepRecorder {
         let peak = peak * self.config.devices.max(1) as f64;
         let model = self.config.model.as_ref()?;
         Some(model.utilization(tokens_per_second, peak))
-    }
-}
-
-fn push(window: &mut VecDeque<PhaseSeconds>, phases: PhaseSeconds, length: usize) {
-    if window.len() >= length.max(1) {
-        window.pop_front();
-    }
-    window.push_back(phases);
-}
-
-fn rate(window: &VecDeque<PhaseSeconds>) -> f64 {
-    let seconds: f64 = window.iter().map(PhaseSeconds::total).sum();
-    if seconds > 0.0 {
-        window.len() as f64 / seconds
-    } else {
-        0.0
     }
 }

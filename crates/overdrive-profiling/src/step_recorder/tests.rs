@@ -150,6 +150,8 @@ struct Behind {
 
 thread_local! {
     static FINISHED: Cell<u64> = const { Cell::new(0) };
+    /// The step whose end is an error.
+    static FAILS: Cell<u64> = const { Cell::new(0) };
 }
 
 impl DeviceClock for Behind {
@@ -168,6 +170,13 @@ impl DeviceClock for Behind {
     }
 
     fn end(&mut self, step: u64) -> Result<()> {
+        if step == FAILS.get() {
+            return Err(crate::Error::UnknownPeak {
+                device: "cuda:0".to_owned(),
+                dtype: "float32".to_owned(),
+                message: "on purpose".to_owned(),
+            });
+        }
         let seconds = std::mem::take(&mut self.section);
         let end = self.now;
         self.ended.push_back(DevicePhases { step, seconds, end });
@@ -201,6 +210,7 @@ fn launched(recorder: &mut StepRecorder) -> Vec<StepRecord> {
 fn behind(config: StepRecorderConfig) -> (StandInClock, StepRecorder) {
     let guard = serve_cpu_with(|| Box::new(Behind::default()));
     FINISHED.set(0);
+    FAILS.set(0);
     (guard, recorder(config))
 }
 
@@ -273,6 +283,41 @@ fn a_step_is_returned_by_the_first_call_after_the_device_has_finished_it() {
     assert_eq!(numbers(recorder.take_finished().expect("no device")), [2]);
     assert_eq!(numbers(launched(&mut recorder)), [0; 0]);
     assert_eq!(numbers(recorder.finish().expect("no device")), [3]);
+}
+
+#[test]
+fn after_an_error_of_the_device_nothing_is_measured_and_nothing_is_kept() {
+    let (_guard, mut recorder) = behind(StepRecorderConfig::default());
+    FAILS.set(2);
+    FINISHED.set(u64::MAX);
+    assert_eq!(launched(&mut recorder).len(), 1);
+    recorder.begin_step();
+    recorder.end_step(LAUNCHED);
+    let error = recorder.take_finished().expect_err("the device failed");
+    assert!(error.to_string().contains("on purpose"), "{error}");
+    for _ in 0..3 {
+        assert_eq!(launched(&mut recorder), [], "the error comes once");
+        assert!(recorder.unfinished.is_empty(), "no call will take them");
+    }
+    assert_eq!(recorder.tokens_seen(), 1000);
+}
+
+#[test]
+fn a_window_of_zero_steps_is_one_of_one_step() {
+    let (_guard, mut recorder) = behind(StepRecorderConfig {
+        window: 0,
+        ..Default::default()
+    });
+    FINISHED.set(u64::MAX);
+    launched(&mut recorder);
+    recorder.begin_step();
+    recorder.phase(Phase::Forward, || ());
+    recorder.end_step(StepWork {
+        tokens: 60,
+        samples: 0,
+    });
+    let record = recorder.take_finished().expect("no device").remove(0);
+    assert_eq!(record.tokens_per_second, 60.0);
 }
 
 #[test]

@@ -95,7 +95,7 @@ type Cell = fn(&OperatorStats) -> Option<String>;
 impl KeyAverages {
     pub(super) fn of(events: &[TraceEvent], group_by: GroupBy) -> Self {
         let nodes = nest(events);
-        let mut rows: BTreeMap<(String, String, bool), OperatorStats> = BTreeMap::new();
+        let mut rows: BTreeMap<(&str, &str, bool), OperatorStats> = BTreeMap::new();
         // Children come after their parents: in reverse order each sum is complete when it is added to the parent.
         let mut device_ns: Vec<u64> = nodes.iter().map(|node| node.kernel_ns).collect();
         let mut bytes: Vec<i64> = nodes.iter().map(|node| node.own_bytes).collect();
@@ -105,18 +105,12 @@ impl KeyAverages {
                 bytes[parent] += bytes[index];
             }
         }
-        let key = |event: &TraceEvent, on_device| {
-            let shapes = match group_by {
-                GroupBy::Name => String::new(),
-                GroupBy::NameAndShapes => event.shapes.clone(),
-            };
-            (event.name.clone(), shapes, on_device)
-        };
+        let of_node = |node: &Node| key(&events[node.event], group_by, false);
         for (index, node) in nodes.iter().enumerate() {
             let event = &events[node.event];
-            let own_key = key(event, false);
+            let own_key = of_node(node);
             let mut ancestors = std::iter::successors(node.parent, |&up| nodes[up].parent);
-            let inside_itself = ancestors.any(|up| key(&events[nodes[up].event], false) == own_key);
+            let inside_itself = ancestors.any(|up| of_node(&nodes[up]) == own_key);
             let inner: u64 = node
                 .children
                 .iter()
@@ -141,7 +135,7 @@ impl KeyAverages {
             }
         }
         for event in device_work(events) {
-            let row = rows.entry(key(event, true)).or_default();
+            let row = rows.entry(key(event, group_by, true)).or_default();
             row.calls += 1;
             row.self_device_ns += length(event);
             row.total_device_ns += length(event);
@@ -149,8 +143,8 @@ impl KeyAverages {
         let rows = rows
             .into_iter()
             .map(|((name, shapes, on_device), row)| OperatorStats {
-                name,
-                shapes,
+                name: name.to_owned(),
+                shapes: shapes.to_owned(),
                 on_device,
                 ..row
             });
@@ -281,6 +275,15 @@ fn time(ns: u64) -> String {
 fn signed_bytes(bytes: i64) -> Option<String> {
     let sign = if bytes < 0 { "-" } else { "" };
     some(bytes.unsigned_abs()).map(|size| format!("{sign}{}", units::bytes(size)))
+}
+
+/// Returns what the events of a row have in common: the name, the shapes, and whether the device ran them.
+fn key(event: &TraceEvent, group_by: GroupBy, on_device: bool) -> (&str, &str, bool) {
+    let shapes = match group_by {
+        GroupBy::Name => "",
+        GroupBy::NameAndShapes => &event.shapes,
+    };
+    (&event.name, shapes, on_device)
 }
 
 /// Returns the kernels and copies, without the ranges of the user, which Kineto also lists on the device.

@@ -214,6 +214,8 @@ impl Wandb {
     }
 
     fn exit(&mut self, exit_code: i32, now: SystemTime) -> Result<()> {
+        // Before its length is taken: an end that is already there goes.
+        self.reopen()?;
         let elapsed = now.duration_since(self.start).unwrap_or_default();
         let length = self.file.length();
         let outcome = self.write(Kind::Exit(Exit {

@@ -487,6 +487,18 @@ fn a_line_that_was_cut_within_a_character_does_not_keep_a_run_from_resuming() {
     assert_eq!(fs::read(&path).expect("read"), whole);
 }
 
+#[test]
+fn resuming_keeps_the_lines_that_are_no_records() {
+    let (_folder, path) = file();
+    JsonLines::create(&path).expect("create");
+    let line = |number| step(number).to_json_line().expect("JSON") + "\n";
+    let note = "{\"note\":\"restarted by hand\"}\n";
+    fs::write(&path, [note, &line(1), note, &line(2), note].concat()).expect("write");
+    JsonLines::resume(&path, 1).expect("resumes");
+    let kept = fs::read_to_string(&path).expect("read");
+    assert_eq!(kept, [note, &line(1), note, note].concat());
+}
+
 #[cfg(unix)]
 #[test]
 fn lines_at_the_end_are_removed_in_place_which_needs_no_room() {

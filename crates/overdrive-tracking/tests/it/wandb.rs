@@ -102,6 +102,23 @@ fn a_resumed_run_continues_its_file_and_drops_what_follows_the_step() {
 }
 
 #[test]
+fn a_run_that_is_finished_twice_and_goes_on_keeps_every_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut tracker = Wandb::create(folder.path(), options()).unwrap();
+    tracker.log(&step(1)).unwrap();
+    tracker.finish().unwrap();
+    let once = fs::metadata(tracker.path()).unwrap().len();
+    tracker.finish().unwrap();
+    assert_eq!(fs::metadata(tracker.path()).unwrap().len(), once, "one end");
+    tracker.log(&step(2)).unwrap();
+    drop(tracker);
+
+    // A resumed run reads its file up to the first end.
+    let resumed = Wandb::resume(folder.path(), 2, WandbOptions::default()).unwrap();
+    assert_eq!(count(resumed.path(), "_step"), 8, "two steps");
+}
+
+#[test]
 fn a_folder_that_cannot_be_made_is_an_error_with_its_path() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let error = Wandb::create(file.path(), options())

@@ -6,14 +6,16 @@ use std::iter::successors;
 use overdrive_accumulation::{BatchPlan, attempt};
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
-use overdrive_profiling::{DecoderShape, free_memory};
+use overdrive_profiling::free_memory;
 use overdrive_snapshot::Snapshot;
 use overdrive_sys::{is_out_of_memory, memory};
 use tch::{Device, TchError};
 
 use super::folder::RunFolder;
+use super::memory::gpu_memory;
 use crate::arguments::{Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
 use crate::error::of_group;
+use crate::memory_estimate::{DecoderShape, MemoryPlan};
 use crate::{Error, Result};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
@@ -40,18 +42,23 @@ impl TrainingArguments {
     }
 
     /// Returns the estimated peak of the tensors, in bytes, with the batch of `plan` for a model of any shape.
+    /// `gpu_memory` is that of [`MemoryPlan`](crate::MemoryPlan::gpu_memory).
     ///
     /// # Errors
-    /// As [`MemoryPlan::estimate`](overdrive_profiling::MemoryPlan::estimate).
+    /// As [`MemoryPlan::estimate`](crate::MemoryPlan::estimate).
     pub fn estimated_peak(
         &self,
         shape: DecoderShape,
         precision: Precision,
         plan: BatchPlan,
+        gpu_memory: Option<u64>,
     ) -> Result<u64> {
-        let mut arguments = self.clone();
-        arguments.set_batch_plan(plan);
-        let memory = arguments.memory_plan_of(shape, precision);
+        let memory = MemoryPlan {
+            batch: plan.micro_batch(),
+            accumulates: plan.accumulation_steps() > 1,
+            gpu_memory,
+            ..self.memory_plan_of(shape, precision)
+        };
         Ok(memory.estimate()?.peak)
     }
 
@@ -78,7 +85,8 @@ impl TrainingArguments {
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
-        let peak = |plan| arguments.estimated_peak(shape, precision, plan);
+        let gpu = gpu_memory(device);
+        let peak = |plan| arguments.estimated_peak(shape, precision, plan, gpu);
         self.fit_to(device, group, peak)
     }
 
@@ -156,24 +164,32 @@ impl TrainingArguments {
 
 impl FinetuneArguments {
     /// Returns the estimated bytes that a step takes beside the weights of a loaded model: the activations, the logits,
-    /// and the gradients and optimizer states of the `trainable` parameters.
+    /// and the gradients and optimizer states of the `trainable` parameters. `gpu_memory` is that of
+    /// [`MemoryPlan`](crate::MemoryPlan::gpu_memory).
     ///
     /// # Errors
-    /// As [`MemoryPlan::estimate`](overdrive_profiling::MemoryPlan::estimate).
+    /// As [`MemoryPlan::estimate`](crate::MemoryPlan::estimate).
     pub fn estimated_step(
         &self,
         shape: DecoderShape,
         precision: Precision,
         trainable: u64,
         plan: BatchPlan,
+        gpu_memory: Option<u64>,
     ) -> Result<u64> {
-        let mut arguments = self.training.clone();
-        arguments.set_batch_plan(plan);
-        let all = arguments.memory_plan_of(shape, precision).estimate()?;
+        let memory = MemoryPlan {
+            batch: plan.micro_batch(),
+            accumulates: plan.accumulation_steps() > 1,
+            gpu_memory,
+            ..self.training.memory_plan_of(shape, precision)
+        };
+        let all = memory.estimate()?;
         // The fraction of all parameters; an `f64` is precise enough for an estimate.
         let trained = trainable as f64 / shape.parameters().max(1) as f64;
-        let states = ((all.gradients + all.optimizer) as f64 * trained) as u64;
-        Ok(states + all.cast_weights + all.activations + all.recomputed.max(all.logits))
+        // Frozen weights are kept in the dtype of the matmuls, so only trained ones have copies in half precision.
+        let of_trained = all.gradients + all.optimizer + all.cast_weights;
+        let states = (of_trained as f64 * trained) as u64;
+        Ok(states + all.activations + all.recomputed.max(all.logits))
     }
 
     /// As [`TrainingArguments::fit_batch`], with a model that is loaded and of which `trainable` parameters are trained.
@@ -191,8 +207,9 @@ impl FinetuneArguments {
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
+        let gpu = gpu_memory(device);
         let step =
-            |plan| arguments.estimated_step(shape, precision, trainable, in_rows(plan, rows)?);
+            |plan| arguments.estimated_step(shape, precision, trainable, in_rows(plan, rows)?, gpu);
         self.training.fit_to(device, group, step)
     }
 }
@@ -287,11 +304,11 @@ mod tests {
             let plan = arguments.batch_plan(1).unwrap();
             let plan = plan.with_micro_batch(micro).unwrap();
             arguments
-                .estimated_peak(shape, Precision::Fp32, plan)
+                .estimated_peak(shape, Precision::Fp32, plan, None)
                 .unwrap()
         };
         let fits = |limit| {
-            let peak = |plan| arguments.estimated_peak(shape, Precision::Fp32, plan);
+            let peak = |plan| arguments.estimated_peak(shape, Precision::Fp32, plan, None);
             largest_that_fits(arguments.batch_plan(1).unwrap(), limit, peak).unwrap()
         };
         for (micro, larger) in [(24, 48), (16, 24), (12, 16), (1, 2)] {
@@ -378,7 +395,7 @@ mod tests {
         let plan = arguments.training.batch_plan(1).unwrap();
         let step = |trainable: u64, plan: BatchPlan| {
             arguments
-                .estimated_step(shape, Precision::Fp32, trainable, plan)
+                .estimated_step(shape, Precision::Fp32, trainable, plan, None)
                 .unwrap()
         };
         let (all, few) = (shape.parameters(), shape.parameters() / 100);

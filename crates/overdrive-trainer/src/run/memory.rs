@@ -1,17 +1,17 @@
 //! The memory estimate of a run.
 
-use overdrive_checkpointing::{SavePolicy, Schedule as Recompute};
+use overdrive_checkpointing::Schedule;
 use overdrive_precision::Precision;
-use overdrive_profiling::{
-    DecoderShape, MemoryAttention, MemoryPlan, MemoryPrecision, Recomputation,
-};
-use overdrive_transformer::AttentionImplementation;
+use overdrive_profiling::free_memory;
+use overdrive_sys::memory;
+use tch::Device;
 
 use crate::arguments::TrainingArguments;
+use crate::memory_estimate::{DecoderShape, MemoryPlan};
 
 impl TrainingArguments {
-    /// Returns the plan of the memory that the run needs in `precision` with a tokenizer of `vocab_size` tokens;
-    /// its [estimate](MemoryPlan::estimate) can be displayed.
+    /// Returns the plan of the memory that the run needs on a CPU in `precision` with a tokenizer of `vocab_size` tokens;
+    /// its [estimate](MemoryPlan::estimate) can be displayed. For a GPU, set [`MemoryPlan::gpu_memory`].
     pub fn memory_plan(&self, vocab_size: u64, precision: Precision) -> MemoryPlan {
         let shape = DecoderShape {
             layers: self.model.num_hidden_layers,
@@ -30,30 +30,28 @@ impl TrainingArguments {
     /// Returns the memory plan for a model of any shape.
     pub fn memory_plan_of(&self, shape: DecoderShape, precision: Precision) -> MemoryPlan {
         let checkpointing = &self.gradient_checkpointing_kwargs;
-        let mut plan =
-            MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length);
-        plan.precision = match precision {
-            // Under autocast parameters stay in fp32, with copies in half precision.
-            Precision::Fp16 | Precision::Bf16 | Precision::Fp8 => MemoryPrecision::Autocast,
-            _ => MemoryPrecision::Fp32,
-        };
-        plan.attention = match self.attn_implementation {
-            // Only eager attention stores the T × T scores.
-            AttentionImplementation::Eager => MemoryAttention::Eager,
-            _ => MemoryAttention::Flash,
-        };
-        plan.recomputation = match (&checkpointing.schedule, &checkpointing.policy) {
-            _ if !self.gradient_checkpointing => Recomputation::Never,
-            (Recompute::EveryBlock, SavePolicy::Nothing) => Recomputation::EveryBlock,
-            (Recompute::EveryBlock, _) => Recomputation::Selective,
-            (Recompute::EveryNth(n), _) => Recomputation::EveryNth(*n as u64),
-            (Recompute::Segments(n), _) => Recomputation::Segments(*n as u64),
-            (Recompute::SqrtSegments, _) => Recomputation::SqrtSegments,
-            _ => Recomputation::Never,
-        };
-        plan.fused_kernels = self.fused_kernels;
-        plan.optimizer = self.optim.memory();
-        plan.accumulates = self.gradient_accumulation_steps > 1;
-        plan
+        MemoryPlan {
+            precision,
+            attention: self.attn_implementation,
+            schedule: match self.gradient_checkpointing {
+                true => checkpointing.schedule.clone(),
+                false => Schedule::Never,
+            },
+            policy: checkpointing.policy.clone(),
+            fused_kernels: self.fused_kernels,
+            optimizer: self.optim.memory(),
+            accumulates: self.gradient_accumulation_steps > 1,
+            ..MemoryPlan::new(shape, self.per_device_train_batch_size, self.context_length)
+        }
     }
+}
+
+/// Returns the bytes of a GPU that tensors of this process have or may take; `None` for other devices, and where they are
+/// unknown.
+pub(crate) fn gpu_memory(device: Device) -> Option<u64> {
+    if !device.is_cuda() {
+        return None;
+    }
+    let taken = memory::stats(device).ok()?.allocated_bytes;
+    Some(free_memory(device)? + taken)
 }

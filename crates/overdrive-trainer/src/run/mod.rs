@@ -22,6 +22,7 @@ pub use batch_fit::{train_with_batch_that_fits, usable_memory};
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;
 pub use log::Done;
+pub(crate) use memory::gpu_memory;
 pub use micro_batch::{MicroBatch, StaticInputs};
 pub use plan::TrainingPlan;
 pub use snapshots::BestModel;

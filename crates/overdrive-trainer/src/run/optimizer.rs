@@ -6,11 +6,11 @@ use overdrive_optim::{
     DecayRule, EMBEDDING_NAMES, Lion, LionConfig, Muon, MuonConfig, MuonRate, Optimizer,
     PagedAdamW, PagedAdamWConfig, ParamGroup, Sgd, SgdConfig, StateBits,
 };
-use overdrive_profiling::OptimizerMemory;
 use tch::Tensor;
 
 use crate::Result;
 use crate::arguments::{OptimizerName, TrainingArguments};
+use crate::memory_estimate::OptimizerMemory;
 
 /// The name of the parameter group that Muon trains, of [`DecayRule::groups_with_muon`].
 const MUON: &str = "muon";

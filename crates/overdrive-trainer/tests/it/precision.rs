@@ -2,7 +2,6 @@
 
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
-use overdrive_profiling::MemoryPrecision;
 use overdrive_sys::denormals::{flushes_denormals, flushing_denormals};
 use overdrive_trainer::{
     ComputeDtype, FinetuneArguments, Layers, Preset, ResumeFromCheckpoint, RunFolder,
@@ -162,22 +161,10 @@ fn the_compute_dtype_of_quantized_weights_is_the_precision_of_scaler_and_memory_
         bnb_4bit_compute_dtype: ComputeDtype::Float16,
         ..FinetuneArguments::default()
     };
-    for (dtype, precision, plan) in [
-        (
-            ComputeDtype::Float16,
-            Precision::Fp16,
-            MemoryPrecision::Autocast,
-        ),
-        (
-            ComputeDtype::Bfloat16,
-            Precision::Bf16,
-            MemoryPrecision::Autocast,
-        ),
-        (
-            ComputeDtype::Float32,
-            Precision::Fp32,
-            MemoryPrecision::Fp32,
-        ),
+    for (dtype, precision) in [
+        (ComputeDtype::Float16, Precision::Fp16),
+        (ComputeDtype::Bfloat16, Precision::Bf16),
+        (ComputeDtype::Float32, Precision::Fp32),
     ] {
         arguments.bnb_4bit_compute_dtype = dtype;
         let applied = arguments.apply().unwrap();
@@ -185,6 +172,6 @@ fn the_compute_dtype_of_quantized_weights_is_the_precision_of_scaler_and_memory_
         let scaler = applied.new_scaler().unwrap();
         assert_eq!(scaler.is_some(), precision == Precision::Fp16);
         let memory = arguments.training.memory_plan(1000, applied);
-        assert_eq!(memory.precision, plan);
+        assert_eq!(memory.precision, precision);
     }
 }

@@ -270,6 +270,13 @@ fn weights_in_a_separate_file_begin_at_pages_and_have_the_same_values() {
         }
     }
     assert!(outside > 10);
+
+    let inside = ExportOptions {
+        external_data: ExternalData::WhenLarge,
+        ..ExportOptions::default()
+    };
+    export(&mut model(), &path, &inside).unwrap();
+    assert_eq!(names(dir.path()), ["model.onnx"], "nothing is left over");
 }
 
 #[test]

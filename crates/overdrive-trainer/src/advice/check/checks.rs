@@ -1,13 +1,15 @@
 //! The single checks.
 
+use overdrive_checkpointing::Schedule;
 use overdrive_core::units;
-use overdrive_profiling::{MemoryAttention, MemoryPlan, Recomputation};
+use overdrive_transformer::AttentionImplementation;
 use tch::Device;
 
 use super::Severity::{Failure, Warning};
 use super::{Finding, MachineFacts, Sizes};
 use crate::arguments::{IntervalStrategy, SaveStrategy, SequenceMode, TrainingArguments};
 use crate::data::TextData;
+use crate::memory_estimate::MemoryPlan;
 use crate::run::TrainingPlan;
 use crate::{Error, Result};
 
@@ -146,7 +148,7 @@ pub(super) fn memory(
     sizes: &Sizes,
     processes: usize,
 ) -> Result<Finding> {
-    let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
+    let plan = facts.memory_plan(arguments, sizes);
     let shared_by = match facts.device {
         Device::Cpu => processes.max(1) as u64,
         _ => 1,
@@ -256,14 +258,14 @@ pub(super) fn speed(
     facts: &MachineFacts,
     sizes: &Sizes,
 ) -> Result<Vec<Finding>> {
-    let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
+    let plan = facts.memory_plan(arguments, sizes);
     let whole = MemoryPlan {
-        recomputation: Recomputation::Never,
-        ..plan
+        schedule: Schedule::Never,
+        ..plan.clone()
     };
     let doubled = MemoryPlan {
-        batch: 2 * plan.batch,
-        ..plan
+        batch: plan.batch.saturating_mul(2),
+        ..plan.clone()
     };
     let gpu = facts.device != Device::Cpu;
     let evaluation = evaluation_share(arguments, sizes)?;
@@ -277,13 +279,13 @@ pub(super) fn speed(
         (cfg!(debug_assertions),
             "this is no release build, so its kernels are slow",
             "build it with `--release`"),
-        (plan.attention == MemoryAttention::Eager,
+        (plan.attention == AttentionImplementation::Eager,
             "`attn_implementation: eager` computes and stores the scores of all pairs of tokens",
             "leave `attn_implementation` out, which selects flash attention"),
         (!arguments.fused_kernels,
             "`fused_kernels: false` computes norms, rotary positions, gates and the loss in several passes",
             "leave `fused_kernels` out"),
-        (plan.recomputation != Recomputation::Never && has_room(&whole, facts)?,
+        (plan.schedule != Schedule::Never && has_room(&whole, facts)?,
             "`gradient_checkpointing` computes blocks twice, and without it the run fits into the free memory",
             "leave `gradient_checkpointing` out"),
         (pads(arguments),

@@ -15,6 +15,7 @@ use tch::Device;
 use crate::Result;
 use crate::arguments::TrainingArguments;
 use crate::data::TextData;
+use crate::memory_estimate::MemoryPlan;
 use crate::run::RunFolder;
 
 /// The weight of a [`Finding`].
@@ -176,6 +177,14 @@ impl MachineFacts {
             threads: threads::intra_op(),
             gpu_processes,
         })
+    }
+
+    /// Returns the memory plan of the run on this machine.
+    fn memory_plan(&self, arguments: &TrainingArguments, sizes: &Sizes) -> MemoryPlan {
+        MemoryPlan {
+            gpu_memory: self.free_memory.filter(|_| self.device.is_cuda()),
+            ..arguments.memory_plan(sizes.vocabulary, self.precision)
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use overdrive_profiling::DecoderShape;
+use crate::memory_estimate::DecoderShape;
 
 use super::{DeviceFacts, DeviceKind};
 

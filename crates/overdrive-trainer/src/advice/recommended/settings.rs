@@ -4,7 +4,6 @@ use std::fmt;
 
 use overdrive_accumulation::BatchPlan;
 use overdrive_precision::Precision;
-use overdrive_profiling::DecoderShape;
 
 use OptimizerName::{Adamw8bit, AdamwTorchFused};
 use TrainedWeights::{All, Lora, Qlora};
@@ -13,6 +12,7 @@ use super::{DeviceFacts, DeviceKind};
 use crate::Result;
 use crate::advice::tuning::TuneCandidate;
 use crate::arguments::{OptimizerName, TrainingArguments};
+use crate::memory_estimate::{DecoderShape, MemoryPlan};
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.
@@ -143,7 +143,7 @@ impl RecommendedSettings {
                         optim,
                         estimated_bytes: 0,
                     };
-                    settings.estimated_bytes = peak(&settings, shape, length)?;
+                    settings.estimated_bytes = peak(&settings, device, shape, length)?;
                     if settings.estimated_bytes <= limit {
                         return Ok(Some(settings));
                     }
@@ -176,14 +176,26 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
 }
 
 /// Returns the estimated peak of the tensors in bytes.
-fn peak(settings: &RecommendedSettings, shape: DecoderShape, length: u64) -> Result<u64> {
+fn peak(
+    settings: &RecommendedSettings,
+    device: &DeviceFacts,
+    shape: DecoderShape,
+    length: u64,
+) -> Result<u64> {
     let precision = settings.candidate.precision;
     let half = precision.autocast_dtype().is_some();
     let arguments = settings.applied_to(&TrainingArguments {
         context_length: length,
         ..TrainingArguments::default()
     });
-    let all = arguments.memory_plan_of(shape, precision).estimate()?;
+    let plan = MemoryPlan {
+        gpu_memory: match device.kind {
+            DeviceKind::Gpu { .. } => Some(device.usable_memory()),
+            DeviceKind::Cpu { .. } => None,
+        },
+        ..arguments.memory_plan_of(shape, precision)
+    };
+    let all = plan.estimate()?;
     let stored = if half { 2 } else { 4 };
     let tables = if shape.tied_embeddings { 1 } else { 2 };
     let embeddings = tables * shape.vocabulary * shape.hidden;

@@ -12,11 +12,12 @@ use std::fmt::{self, Write as _};
 use overdrive_accumulation::BatchPlan;
 use overdrive_core::units;
 use overdrive_precision::Precision;
-use overdrive_profiling::DecoderShape;
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use crate::Error;
 use crate::arguments::TrainingArguments;
+use crate::memory_estimate::DecoderShape;
 use search::Search;
 
 /// The options of [`TrainingArguments::tune`].
@@ -27,6 +28,8 @@ pub struct TuneOptions {
     pub limit_bytes: u64,
     /// The precisions to try, the recommended one first.
     pub precisions: Vec<Precision>,
+    /// The device of the trials. Default: the CPU.
+    pub device: Device,
     /// The numbers of workers to try after the batch is found.
     pub workers: Vec<usize>,
     /// The greatest number of trials. Default 24.
@@ -39,6 +42,7 @@ impl TuneOptions {
         Self {
             limit_bytes,
             precisions,
+            device: Device::Cpu,
             workers: vec![0, 1, 2, 4],
             max_trials: 24,
         }

@@ -3,11 +3,11 @@
 use overdrive_accumulation::BatchPlan;
 use overdrive_core::units;
 use overdrive_precision::Precision;
-use overdrive_profiling::DecoderShape;
 
 use super::{Trial, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
 use crate::Error;
 use crate::arguments::TrainingArguments;
+use crate::memory_estimate::DecoderShape;
 
 /// A row counts as slower if it has less than this fraction of the fastest's rate.
 const SLOWER: f64 = 0.95;
@@ -192,7 +192,9 @@ impl<'a, E: From<Error>> Search<'a, E> {
 
     fn estimate(&self, candidate: &TuneCandidate) -> Result<u64, E> {
         let arguments = candidate.of(self.arguments);
-        let peak = arguments.estimated_peak(self.shape, candidate.precision, candidate.batch);
+        let options = self.options;
+        let gpu = options.device.is_cuda().then_some(options.limit_bytes);
+        let peak = arguments.estimated_peak(self.shape, candidate.precision, candidate.batch, gpu);
         Ok(peak?)
     }
 

@@ -27,7 +27,7 @@ fn estimate(effective: u64, micro: u64, checkpointing: bool) -> u64 {
     };
     let plan = BatchPlan::from_micro_batch(effective, micro, 1).unwrap();
     arguments
-        .estimated_peak(shape(), Precision::Fp32, plan)
+        .estimated_peak(shape(), Precision::Fp32, plan, None)
         .unwrap()
 }
 
@@ -40,7 +40,7 @@ fn tune(effective: u64, options: &TuneOptions, factor: f64, law: Law) -> (Tuning
         trials += 1;
         let changed = candidate.of(&arguments);
         changed.validate()?;
-        let peak = changed.estimated_peak(shape(), candidate.precision, candidate.batch)?;
+        let peak = changed.estimated_peak(shape(), candidate.precision, candidate.batch, None)?;
         Ok::<_, Error>(TuneOutcome::Measured(Trial {
             peak_bytes: (peak as f64 * factor) as u64,
             tokens_per_second: law(candidate),

@@ -2,10 +2,9 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use overdrive_profiling::MemoryPlan;
-
 use super::FinetuneModel;
 use crate::Result;
+use crate::memory_estimate::MemoryPlan;
 use crate::run::{RunSummary, tensor_bytes};
 
 /// The memory of a fine-tuning run, in bytes.

@@ -11,7 +11,7 @@ use super::{FinetuneModel, Finetuned, TrainingMemory};
 use crate::Result;
 use crate::arguments::FinetuneArguments;
 use crate::data::{BatchFill, DataShard};
-use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
+use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary, gpu_memory};
 use crate::tasks::language_model::{decoder_shape, evaluate};
 
 /// A loaded model and its data, ready to be fine-tuned.
@@ -127,6 +127,7 @@ impl FinetuneTask {
         plan.batch = plan.batch.saturating_mul(self.measured.rows);
         // The longest row bounds the activations, which dominate the estimate.
         plan.length = self.measured.width.min(training.context_length);
+        plan.gpu_memory = gpu_memory(model.model.device());
         let memory = TrainingMemory::of(&plan, &model, &summary, peak)?;
         Ok(Finetuned {
             arguments: arguments.clone(),

@@ -1,8 +1,9 @@
+use crate::run::gpu_memory;
 use overdrive_attention::PackedLengths;
 use overdrive_datasets::{Batch, DeviceLoader};
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
-use overdrive_profiling::{DecoderShape, ExpertShape, ModelFlops};
+use overdrive_profiling::ModelFlops;
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
 };
@@ -11,6 +12,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::arguments::{SaveStrategy, TrainingArguments};
 use crate::data::TextData;
+use crate::memory_estimate::{DecoderShape, ExpertShape, MemoryPlan};
 use crate::{Interrupt, Result};
 use overdrive_core::Error as CommonError;
 use overdrive_core::files;
@@ -60,9 +62,11 @@ pub fn describe_model(
     if let Some(warning) = precision.warning(device) {
         say(&format!("            warning: {warning}"));
     }
-    let memory = arguments
-        .memory_plan_of(decoder_shape(model), precision)
-        .estimate()?;
+    let memory = MemoryPlan {
+        gpu_memory: gpu_memory(device),
+        ..arguments.memory_plan_of(decoder_shape(model), precision)
+    };
+    let memory = memory.estimate()?;
     // Weights and optimizer states are copied, so that they can be written while training continues.
     let snapshot = match arguments.save_strategy {
         SaveStrategy::No => String::new(),

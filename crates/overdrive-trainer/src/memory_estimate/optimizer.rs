@@ -1,12 +1,9 @@
 //! The memory of optimizers.
 
-use serde::{Deserialize, Serialize};
-
 use super::DecoderShape;
 
 /// The state of an optimizer, in bytes per weight.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[non_exhaustive]
 pub enum OptimizerMemory {
     /// Two fp32 moments: 8.
@@ -34,43 +31,47 @@ pub enum OptimizerMemory {
 impl OptimizerMemory {
     /// Returns the bytes of its state for a model.
     pub fn bytes(self, shape: &DecoderShape) -> u64 {
-        let weights = shape.parameters();
-        match self {
-            Self::AdamW => 8 * weights,
+        let weights = shape.weights();
+        let bytes = match self {
+            Self::AdamW => 8.0 * weights,
             // Two bytes per weight, and two fp32 scales for each block of 256; embeddings keep fp32 states.
             Self::AdamW8bit => {
                 let quantized = weights - shape.embedding();
-                8 * shape.embedding() + 2 * quantized + 2 * 4 * quantized.div_ceil(256)
+                8.0 * shape.embedding() + 2.0 * quantized + 2.0 * 4.0 * (quantized / 256.0).ceil()
             }
-            Self::PagedAdamW | Self::Sgd => 0,
-            Self::SgdMomentum | Self::Lion => 4 * weights,
-            Self::Adafactor => 4 * rows_and_columns(shape),
+            Self::PagedAdamW | Self::Sgd => 0.0,
+            Self::SgdMomentum | Self::Lion => 4.0 * weights,
+            Self::Adafactor => 4.0 * rows_and_columns(shape),
             Self::Muon => {
-                let matrices = shape.layers * shape.block_weights();
-                4 * matrices + 8 * (weights - matrices)
+                let matrices = shape.layers as f64 * shape.block_weights();
+                4.0 * matrices + 8.0 * (weights - matrices)
             }
-            Self::Other(bytes) => (bytes.max(0.0) * weights as f64) as u64,
-        }
+            Self::Other(bytes) => bytes.max(0.0) * weights,
+        };
+        bytes as u64
     }
 
     /// Returns the bytes that the update needs in addition to weights, gradients and states.
-    pub(super) fn working_bytes(self, shape: &DecoderShape) -> u64 {
+    pub(super) fn working_bytes(self, shape: &DecoderShape) -> f64 {
         match self {
             // The update of one matrix, and the matrix products of its Newton-Schulz iteration.
-            Self::Muon => 4 * 4 * shape.hidden * shape.intermediate.max(shape.hidden),
-            Self::Adafactor => 4 * shape.embedding(),
-            _ => 0,
+            Self::Muon => {
+                let (hidden, intermediate) = (shape.hidden as f64, shape.intermediate as f64);
+                4.0 * 4.0 * hidden * intermediate.max(hidden)
+            }
+            Self::Adafactor => 4.0 * shape.embedding(),
+            _ => 0.0,
         }
     }
 }
 
 /// Returns the sum of rows and columns of all matrices.
-fn rows_and_columns(shape: &DecoderShape) -> u64 {
-    let (hidden, queries, keys) = (shape.hidden, shape.queries(), shape.keys());
-    let attention = 2 * (queries + hidden) + 2 * (keys + hidden);
-    let feed_forward = 3 * (shape.intermediate + hidden) * shape.expert_count();
-    let heads = if shape.tied_embeddings { 1 } else { 2 };
-    shape.layers * (attention + feed_forward) + heads * (shape.vocabulary + hidden) + shape.norms()
+fn rows_and_columns(shape: &DecoderShape) -> f64 {
+    let (hidden, queries, keys) = (shape.hidden as f64, shape.queries(), shape.keys());
+    let attention = 2.0 * (queries + hidden) + 2.0 * (keys + hidden);
+    let feed_forward = 3.0 * (shape.intermediate as f64 + hidden) * shape.expert_count();
+    let table = shape.vocabulary as f64 + hidden;
+    shape.layers as f64 * (attention + feed_forward) + shape.tables() * table + shape.norms()
 }
 
 #[cfg(test)]

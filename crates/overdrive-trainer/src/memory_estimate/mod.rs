@@ -28,14 +28,20 @@ pub use optimizer::OptimizerMemory;
 
 use std::fmt;
 
-use overdrive_core::{check_at_least, units};
-use serde::{Deserialize, Serialize};
+use overdrive_checkpointing::{SavePolicy, Schedule};
+use overdrive_core::{check_at_least, check_option, units};
+use overdrive_precision::Precision;
+use overdrive_transformer::AttentionImplementation;
 
 use crate::Result;
 
+/// The bytes of an element of the weights and of the residual stream, which are fp32 under autocast too.
+const WEIGHT: f64 = 4.0;
+/// The largest number of blocks of an estimate.
+const MOST_LAYERS: u64 = 1 << 20;
+
 /// The shape of a decoder of the Llama family.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecoderShape {
     /// The number of decoder blocks.
     pub layers: u64,
@@ -54,13 +60,11 @@ pub struct DecoderShape {
     /// If `true`, the head uses the weights of the embeddings.
     pub tied_embeddings: bool,
     /// The experts of every feed-forward layer; default: none, one layer for all tokens.
-    #[serde(default)]
     pub experts: Option<ExpertShape>,
 }
 
 /// The experts of a feed-forward layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExpertShape {
     /// The number of experts (E).
     pub count: u64,
@@ -71,130 +75,57 @@ pub struct ExpertShape {
 impl DecoderShape {
     /// Returns the number of weights of embeddings, linear layers and norms, without biases.
     pub fn parameters(&self) -> u64 {
-        let heads = if self.tied_embeddings { 1 } else { 2 };
-        heads * self.embedding() + self.layers * self.block_weights() + self.norms()
+        self.weights() as u64
+    }
+
+    // Sizes are `f64`, which are exact up to 2^53 and do not overflow, whatever a shape says.
+    fn weights(&self) -> f64 {
+        let blocks = self.layers as f64 * self.block_weights();
+        self.tables() * self.embedding() + blocks + self.norms()
+    }
+
+    /// Returns the number of tables of the embeddings' size: the embeddings, and an untied head.
+    fn tables(&self) -> f64 {
+        if self.tied_embeddings { 1.0 } else { 2.0 }
     }
 
     /// Returns the number of weights of the embeddings.
-    fn embedding(&self) -> u64 {
-        self.vocabulary * self.hidden
+    fn embedding(&self) -> f64 {
+        self.vocabulary as f64 * self.hidden as f64
     }
 
-    fn norms(&self) -> u64 {
-        (2 * self.layers + 1) * self.hidden
+    fn norms(&self) -> f64 {
+        (2.0 * self.layers as f64 + 1.0) * self.hidden as f64
     }
 
     /// Returns the number of weights of the linear layers of a block.
-    fn block_weights(&self) -> u64 {
-        let (queries, keys) = (self.queries(), self.keys());
-        let router = self.experts.map_or(0, |experts| experts.count);
-        let feed_forward = 3 * self.intermediate * self.expert_count() + router;
-        self.hidden * (2 * queries + 2 * keys + feed_forward)
+    fn block_weights(&self) -> f64 {
+        let router = self.experts.map_or(0.0, |experts| experts.count as f64);
+        let feed_forward = 3.0 * self.intermediate as f64 * self.expert_count() + router;
+        self.hidden as f64 * (2.0 * (self.queries() + self.keys()) + feed_forward)
     }
 
-    fn expert_count(&self) -> u64 {
-        self.experts.map_or(1, |experts| experts.count)
+    fn expert_count(&self) -> f64 {
+        self.experts.map_or(1.0, |experts| experts.count as f64)
     }
 
     /// Returns the number of features inside the feed-forward layer that compute a token.
-    fn active_intermediate(&self) -> u64 {
-        self.intermediate * self.experts.map_or(1, |experts| experts.per_token)
+    fn active_intermediate(&self) -> f64 {
+        let experts = self.experts.map_or(1, |experts| experts.per_token);
+        self.intermediate as f64 * experts as f64
     }
 
-    fn queries(&self) -> u64 {
-        self.heads * self.head_dim
+    fn queries(&self) -> f64 {
+        self.heads as f64 * self.head_dim as f64
     }
 
-    fn keys(&self) -> u64 {
-        self.kv_heads * self.head_dim
+    fn keys(&self) -> f64 {
+        self.kv_heads as f64 * self.head_dim as f64
     }
-}
-
-/// The precision of a run.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum MemoryPrecision {
-    /// Weights and arithmetic in fp32 (or TF32).
-    #[default]
-    Fp32,
-    /// fp32 weights, matrix products in fp16 or bf16 under autocast.
-    Autocast,
-    /// bf16 weights and arithmetic; fp32 master weights count as state of the optimizer.
-    Bf16,
-}
-
-/// The implementation of attention.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum MemoryAttention {
-    /// A kernel that never stores the probabilities.
-    #[default]
-    Flash,
-    /// Matrix products and a softmax, which keep the probabilities of all heads.
-    Eager,
-}
-
-/// The blocks that backward recomputes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Recomputation {
-    /// No block.
-    #[default]
-    Never,
-    /// Each block individually.
-    EveryBlock,
-    /// Every n-th block individually, starting with the first.
-    EveryNth(u64),
-    /// This many segments, each recomputed as a whole, except the last one.
-    Segments(u64),
-    /// The square root of the number of blocks as the number of segments.
-    SqrtSegments,
-    /// Each block, except the results of its matrix products and attention, which are kept.
-    Selective,
-}
-
-impl Recomputation {
-    /// Returns the sizes of the groups of blocks in order, each with `true` if it is recomputed.
-    fn groups(self, layers: u64) -> Vec<(u64, bool)> {
-        let single = |checkpointed: &dyn Fn(u64) -> bool| {
-            (0..layers).map(|layer| (1, checkpointed(layer))).collect()
-        };
-        match self {
-            Self::Never => single(&|_| false),
-            Self::EveryBlock | Self::Selective => single(&|_| true),
-            Self::EveryNth(n) => single(&|layer| layer % n.max(1) == 0),
-            Self::Segments(count) => segments(layers, count.clamp(1, layers.max(1))),
-            Self::SqrtSegments => {
-                let root = (layers as f64).sqrt().round() as u64;
-                segments(layers, root.max(1))
-            }
-        }
-    }
-}
-
-fn segments(layers: u64, count: u64) -> Vec<(u64, bool)> {
-    let size = layers / count;
-    (1..=count)
-        .map(|index| {
-            let last = index == count;
-            // The last segment is kept: its backward begins at once, so recomputing it would save nothing. It also
-            // takes the remainder, as torch's `checkpoint_sequential` does.
-            let length = if last {
-                layers - size * (count - 1)
-            } else {
-                size
-            };
-            (length, !last)
-        })
-        .collect()
 }
 
 /// The run to estimate.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone)]
 pub struct MemoryPlan {
     /// The model.
     pub shape: DecoderShape,
@@ -203,75 +134,71 @@ pub struct MemoryPlan {
     /// The number of tokens per sequence.
     pub length: u64,
     /// The precision.
-    #[serde(default)]
-    pub precision: MemoryPrecision,
+    pub precision: Precision,
     /// The attention.
-    #[serde(default)]
-    pub attention: MemoryAttention,
-    /// The blocks that are recomputed.
-    #[serde(default)]
-    pub recomputation: Recomputation,
+    pub attention: AttentionImplementation,
+    /// The blocks that backward recomputes.
+    pub schedule: Schedule,
+    /// The results of recomputed blocks that are kept nevertheless.
+    pub policy: SavePolicy,
     /// If `true`, norms, rotary positions, gates and the loss are fused; the loss then never holds all
     /// logits.
-    #[serde(default)]
     pub fused_kernels: bool,
     /// The state of the optimizer.
-    #[serde(default)]
     pub optimizer: OptimizerMemory,
     /// If `true`, gradients of several micro-batches are accumulated, and so exist during forward.
-    #[serde(default)]
     pub accumulates: bool,
+    /// The bytes that the tensors of the run may take on a GPU, of which the fused loss uses a part of what the others
+    /// leave; `None` for a CPU, where it works in smaller chunks.
+    pub gpu_memory: Option<u64>,
 }
 
 impl MemoryPlan {
-    /// Creates a plan with defaults: fp32, flash attention, no recomputation, libtorch's
+    /// Creates a plan with defaults: a CPU, fp32, flash attention, no recomputation, libtorch's
     /// operators, AdamW, one micro-batch per step.
     pub fn new(shape: DecoderShape, batch: u64, length: u64) -> Self {
         Self {
             shape,
             batch,
             length,
-            precision: MemoryPrecision::default(),
-            attention: MemoryAttention::default(),
-            recomputation: Recomputation::default(),
+            precision: Precision::Fp32,
+            attention: AttentionImplementation::Flash,
+            schedule: Schedule::Never,
+            policy: SavePolicy::Nothing,
             fused_kernels: false,
             optimizer: OptimizerMemory::default(),
             accumulates: false,
+            gpu_memory: None,
         }
     }
 
-    fn tokens(&self) -> u64 {
-        self.batch * self.length
+    fn tokens(&self) -> f64 {
+        self.batch as f64 * self.length as f64
     }
 
-    /// Returns the bytes of an element of the weights.
-    fn weight_bytes(&self) -> u64 {
-        match self.precision {
-            MemoryPrecision::Fp32 | MemoryPrecision::Autocast => 4,
-            MemoryPrecision::Bf16 => 2,
-        }
+    fn hidden(&self) -> f64 {
+        self.shape.hidden as f64
     }
 
-    /// Returns the bytes of an element of the residual stream.
-    fn stream_bytes(&self) -> u64 {
-        self.weight_bytes()
+    /// Returns `true` if matrix products are in half precision, under autocast.
+    fn is_half(&self) -> bool {
+        self.precision.autocast_dtype().is_some()
     }
 
     /// Returns the bytes of an element between matrix products.
-    fn inner_bytes(&self) -> u64 {
-        match self.precision {
-            MemoryPrecision::Fp32 => 4,
-            MemoryPrecision::Autocast | MemoryPrecision::Bf16 => 2,
-        }
+    fn inner_bytes(&self) -> f64 {
+        if self.is_half() { 2.0 } else { 4.0 }
     }
 
     /// Returns the estimate.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::InvalidOption`] for a shape, a batch or a length of 0.
+    /// [`overdrive_core::Error::InvalidOption`] for a shape, a batch or a length of 0; a schedule of other blocks than the
+    /// model's.
     ///
     /// ```
-    /// use overdrive_profiling::{DecoderShape, MemoryPlan, Recomputation};
+    /// use overdrive_checkpointing::Schedule;
+    /// use overdrive_trainer::{DecoderShape, MemoryPlan};
     ///
     /// let shape = DecoderShape {
     ///     layers: 6, hidden: 256, intermediate: 688, heads: 4, kv_heads: 4, head_dim: 64,
@@ -280,32 +207,31 @@ impl MemoryPlan {
     /// let plan = MemoryPlan::new(shape, 8, 256);
     /// let whole = plan.estimate()?;
     /// assert_eq!(whole.parameters, 4 * 5_795_072);
-    /// let recomputed = MemoryPlan { recomputation: Recomputation::EveryBlock, ..plan }.estimate()?;
+    /// let recomputed = MemoryPlan { schedule: Schedule::EveryBlock, ..plan }.estimate()?;
     /// assert!(2 * recomputed.activations < whole.activations);
     /// println!("{whole}");
-    /// # Ok::<(), overdrive_profiling::Error>(())
+    /// # Ok::<(), overdrive_trainer::Error>(())
     /// ```
     pub fn estimate(&self) -> Result<MemoryEstimate> {
         self.validate()?;
         let shape = &self.shape;
-        let parameters = self.weight_bytes() * shape.parameters();
+        let parameters = WEIGHT * shape.weights();
         let gradients = parameters;
-        let optimizer = self.optimizer.bytes(shape);
+        let optimizer = self.optimizer.bytes(shape) as f64;
         // Autocast caches the half-precision weights until its outermost region ends, and backward keeps them.
-        let casts = match self.precision {
-            MemoryPrecision::Autocast => {
-                2 * (shape.layers * shape.block_weights() + shape.embedding())
-            }
-            MemoryPrecision::Fp32 | MemoryPrecision::Bf16 => 0,
+        let casts = match self.is_half() {
+            true => 2.0 * (shape.layers as f64 * shape.block_weights() + shape.embedding()),
+            false => 0.0,
         };
-        let during_forward = if self.accumulates { gradients } else { 0 };
+        let during_forward = if self.accumulates { gradients } else { 0.0 };
         let tail = block::tail(self);
-        let (kept, in_blocks) = block::kept_and_peak(self);
-        let loss = loss::peak(self);
-        let head_gradient = self.weight_bytes() * shape.embedding();
+        let (kept, in_blocks) = block::kept_and_peak(self)?;
+        let before_loss = during_forward + casts + kept + tail;
+        let loss = loss::peak(self, parameters + optimizer + before_loss);
+        let head_gradient = WEIGHT * shape.embedding();
         // The points of a step at which memory can peak, in addition to weights and optimizer state.
         let points = [
-            (PeakPoint::Loss, during_forward + casts + kept + tail + loss),
+            (PeakPoint::Loss, before_loss + loss),
             (
                 PeakPoint::Blocks,
                 during_forward.max(head_gradient) + casts + in_blocks,
@@ -322,17 +248,17 @@ impl MemoryPlan {
         ];
         let (peak_point, extra) = points
             .into_iter()
-            .max_by_key(|&(_, bytes)| bytes)
-            .unwrap_or((PeakPoint::Loss, 0));
+            .max_by(|(_, one), (_, other)| one.total_cmp(other))
+            .unwrap_or((PeakPoint::Loss, 0.0));
         Ok(MemoryEstimate {
-            parameters,
-            gradients,
-            optimizer,
-            cast_weights: casts,
-            activations: kept + tail,
-            recomputed: in_blocks.saturating_sub(kept),
-            logits: loss,
-            peak: parameters + optimizer + extra,
+            parameters: parameters as u64,
+            gradients: gradients as u64,
+            optimizer: optimizer as u64,
+            cast_weights: casts as u64,
+            activations: (kept + tail) as u64,
+            recomputed: (in_blocks - kept) as u64,
+            logits: loss as u64,
+            peak: (parameters + optimizer + extra) as u64,
             peak_point,
         })
     }
@@ -352,13 +278,19 @@ impl MemoryPlan {
         ] {
             check_at_least(name, value, 1)?;
         }
-        Ok(())
+        // The blocks are counted one by one.
+        let valid = shape.layers <= MOST_LAYERS;
+        Ok(check_option(
+            valid,
+            "layers",
+            shape.layers,
+            format!("at most {MOST_LAYERS}"),
+        )?)
     }
 }
 
 /// The point of a step at which memory peaks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PeakPoint {
     /// Between forward and backward: all activations and the logits.
@@ -385,7 +317,7 @@ impl PeakPoint {
 /// The estimated memory of a run, in bytes. [`Display`](fmt::Display) is a table.
 ///
 /// Not everything is alive at once, so the sum is more than [`peak`](Self::peak).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryEstimate {
     /// The weights.
@@ -482,7 +414,7 @@ mod tests {
             ..llama
         };
         assert_eq!(mixtral.parameters(), 46_702_792_704);
-        assert_eq!(mixtral.active_intermediate(), 2 * 14336);
+        assert_eq!(mixtral.active_intermediate(), 2.0 * 14336.0);
     }
 
     #[test]
@@ -503,40 +435,130 @@ mod tests {
             plan.estimate().expect("a plan").activations as f64
         };
         let growth = |attention| activations(attention, 8192) / activations(attention, 4096);
-        assert!((growth(MemoryAttention::Flash) - 2.0).abs() < 0.01);
-        assert!(growth(MemoryAttention::Eager) > 3.0);
+        assert!((growth(AttentionImplementation::Flash) - 2.0).abs() < 0.01);
+        assert!(growth(AttentionImplementation::Eager) > 3.0);
     }
 
     #[test]
     fn root_segments_grow_with_the_root_of_the_depth() {
-        let kept = |layers, recomputation| {
+        let kept = |layers, schedule: &Schedule| {
             let shape = DecoderShape { layers, ..tiny() };
             let plan = MemoryPlan {
-                recomputation,
+                schedule: schedule.clone(),
                 ..MemoryPlan::new(shape, 8, 256)
             };
-            block::kept_and_peak(&plan).1 as f64
+            block::kept_and_peak(&plan).expect("a plan").1
         };
-        let growth = |recomputation| kept(256, recomputation) / kept(64, recomputation);
-        assert!((growth(Recomputation::Never) - 4.0).abs() < 0.05);
-        let root = growth(Recomputation::SqrtSegments);
+        let growth = |schedule| kept(256, &schedule) / kept(64, &schedule);
+        assert!((growth(Schedule::Never) - 4.0).abs() < 0.05);
+        let root = growth(Schedule::SqrtSegments);
         assert!((1.9..2.3).contains(&root), "{root}");
     }
 
     #[test]
-    fn segments_are_those_of_overdrive_checkpointing() {
+    fn a_schedule_of_other_blocks_is_an_error() {
+        let plan = MemoryPlan {
+            schedule: Schedule::Segments(7),
+            ..MemoryPlan::new(tiny(), 8, 256)
+        };
+        let error = plan.estimate().expect_err("six blocks").to_string();
+        assert!(error.starts_with("`segments` is 7; "), "{error}");
+    }
+
+    #[test]
+    fn kept_results_take_memory_in_every_recomputed_block() {
+        let kept = |policy, schedule| {
+            let plan = MemoryPlan {
+                policy,
+                schedule,
+                ..MemoryPlan::new(tiny(), 8, 256)
+            };
+            plan.estimate().expect("a plan").activations
+        };
+        let added = |policy, schedule: Schedule| {
+            kept(policy, schedule.clone()) - kept(SavePolicy::Nothing, schedule)
+        };
+        let attention = 4 * 2048 * 256;
+        let one = added(SavePolicy::Attention, Schedule::EveryBlock);
+        assert_eq!(one, 6 * attention);
+        let two = added(SavePolicy::Attention, Schedule::Segments(2));
+        assert_eq!(two, 3 * attention, "the last segment is not recomputed");
         assert_eq!(
-            Recomputation::SqrtSegments.groups(9),
-            [(3, true), (3, true), (3, false)]
+            added(SavePolicy::MatmulsAndAttention, Schedule::EveryBlock),
+            one + added(SavePolicy::Matmuls, Schedule::EveryBlock)
         );
-        assert_eq!(
-            Recomputation::Segments(2).groups(5),
-            [(2, true), (3, false)]
+    }
+
+    #[test]
+    fn a_gpu_has_larger_chunks_of_logits_which_shrink_with_what_is_left() {
+        // Of Qwen2.5 0.5B.
+        let shape = DecoderShape {
+            layers: 24,
+            hidden: 896,
+            intermediate: 4864,
+            heads: 14,
+            kv_heads: 2,
+            head_dim: 64,
+            vocabulary: 151_936,
+            tied_embeddings: true,
+            experts: None,
+        };
+        let logits = |gpu_memory, batch| {
+            let plan = MemoryPlan {
+                precision: Precision::Bf16,
+                fused_kernels: true,
+                gpu_memory,
+                ..MemoryPlan::new(shape, batch, 1024)
+            };
+            let gradients = 2 * batch * 1024 * 896 + 4 * 151_936 * 896;
+            let estimate = plan.estimate().expect("a plan");
+            ((estimate.logits - gradients) / (2 * 151_936), estimate.peak)
+        };
+        assert_eq!(logits(None, 8).0, 256);
+        assert_eq!(logits(Some(140 << 30), 8).0, 4096);
+        assert_eq!(logits(Some(140 << 30), 1).0, 1024, "all rows of the batch");
+        assert_eq!(logits(Some(1 << 30), 8).0, 256, "nothing is left");
+        // A chunk takes at most a quarter of what is left.
+        let (rows, peak) = logits(Some(24 << 30), 4);
+        assert!(
+            256 < rows && rows < 4096 && peak < 24 << 30,
+            "{rows} {peak}"
         );
-        assert_eq!(
-            Recomputation::EveryNth(2).groups(3),
-            [(1, true), (1, false), (1, true)]
-        );
+    }
+
+    #[test]
+    fn no_size_overflows() {
+        let huge = u64::MAX;
+        let shape = DecoderShape {
+            layers: 6,
+            hidden: huge,
+            intermediate: huge,
+            heads: huge,
+            kv_heads: huge,
+            head_dim: huge,
+            vocabulary: huge,
+            tied_embeddings: false,
+            experts: Some(ExpertShape {
+                count: huge,
+                per_token: huge,
+            }),
+        };
+        for optimizer in [
+            OptimizerMemory::AdamW8bit,
+            OptimizerMemory::Adafactor,
+            OptimizerMemory::Muon,
+            OptimizerMemory::Other(f64::MAX),
+        ] {
+            for fused_kernels in [false, true] {
+                let plan = MemoryPlan {
+                    optimizer,
+                    fused_kernels,
+                    gpu_memory: Some(huge),
+                    ..MemoryPlan::new(shape, huge, huge)
+                };
+                assert_eq!(peak(plan), u64::MAX);
+            }
+        }
     }
 
     #[test]
@@ -571,13 +593,14 @@ mod tests {
             let plan = MemoryPlan {
                 fused_kernels: fused, accumulates, ..MemoryPlan::new(shape, batch, length)
             };
-            let whole = peak(plan);
-            let half = peak(MemoryPlan { batch: batch.div_ceil(2), ..plan });
-            let small = peak(MemoryPlan { optimizer: OptimizerMemory::AdamW8bit, ..plan });
-            let eager = peak(MemoryPlan { attention: MemoryAttention::Eager, ..plan });
+            let whole = peak(plan.clone());
+            let half = peak(MemoryPlan { batch: batch.div_ceil(2), ..plan.clone() });
+            let small = peak(MemoryPlan { optimizer: OptimizerMemory::AdamW8bit, ..plan.clone() });
+            let eager = AttentionImplementation::Eager;
+            let eager = peak(MemoryPlan { attention: eager, ..plan.clone() });
             prop_assert!(half <= whole && small <= whole && whole <= eager);
-            let fused = peak(MemoryPlan { fused_kernels: true, ..plan });
-            let unfused = peak(MemoryPlan { fused_kernels: false, ..plan });
+            let fused = peak(MemoryPlan { fused_kernels: true, ..plan.clone() });
+            let unfused = peak(MemoryPlan { fused_kernels: false, ..plan.clone() });
             // A short batch has fewer logits than the chunk that the fused loss works in.
             prop_assert!(fused <= unfused + (32 << 20));
             let estimate = plan.estimate().expect("a plan");

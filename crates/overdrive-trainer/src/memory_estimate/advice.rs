@@ -2,15 +2,15 @@
 
 use std::fmt;
 
+use overdrive_checkpointing::{SavePolicy, Schedule};
 use overdrive_core::units;
-use serde::{Deserialize, Serialize};
+use overdrive_transformer::AttentionImplementation;
 
-use super::{MemoryAttention, MemoryPlan, OptimizerMemory, Recomputation};
+use super::{MemoryPlan, OptimizerMemory};
 use crate::Result;
 
 /// A change of a plan that saves memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
     /// Flash attention instead of eager.
@@ -46,10 +46,12 @@ impl fmt::Display for Change {
 impl Change {
     fn apply(self, plan: &mut MemoryPlan) {
         match self {
-            Self::FlashAttention => plan.attention = MemoryAttention::Flash,
+            Self::FlashAttention => plan.attention = AttentionImplementation::Flash,
             Self::FusedKernels => plan.fused_kernels = true,
             Self::Optimizer8bit => plan.optimizer = OptimizerMemory::AdamW8bit,
-            Self::CheckpointEveryBlock => plan.recomputation = Recomputation::EveryBlock,
+            Self::CheckpointEveryBlock => {
+                (plan.schedule, plan.policy) = (Schedule::EveryBlock, SavePolicy::Nothing);
+            }
             Self::Batch(batch) => {
                 plan.accumulates |= batch < plan.batch;
                 plan.batch = batch;
@@ -60,7 +62,7 @@ impl Change {
 }
 
 /// Advice on fitting a plan into a memory limit. [`Display`](fmt::Display) is a sentence.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryAdvice {
     /// The memory limit.
@@ -87,6 +89,9 @@ impl MemoryAdvice {
     }
 }
 
+/// The largest micro-batch of a search.
+const MOST: u64 = 1 << 32;
+
 impl MemoryPlan {
     /// Returns the changes that make the plan fit into `limit_bytes` of tensors: first those that cost no time (flash
     /// attention, fused kernels), then those that cost little (an 8-bit optimizer), then recomputation, then
@@ -97,7 +102,7 @@ impl MemoryPlan {
     /// As for [`estimate`](Self::estimate).
     pub fn advice(&self, limit_bytes: u64) -> Result<MemoryAdvice> {
         let peak_bytes = self.estimate()?.peak;
-        let mut plan = *self;
+        let mut plan = self.clone();
         let mut changed_peak_bytes = peak_bytes;
         let mut changes = Vec::new();
         let mut candidates = vec![
@@ -113,7 +118,7 @@ impl MemoryPlan {
             if changed_peak_bytes <= limit_bytes {
                 break;
             }
-            let mut changed = plan;
+            let mut changed = plan.clone();
             change.apply(&mut changed);
             let peak = changed.estimate()?.peak;
             // A change that saves nothing at the peak only costs time.
@@ -135,22 +140,22 @@ impl MemoryPlan {
         })
     }
 
-    /// Returns the largest micro-batch whose peak is at most `limit_bytes`; 0 if not even 1 fits.
+    /// Returns the largest micro-batch whose peak is at most `limit_bytes`, but at most 2^32; 0 if not even 1 fits.
     ///
     /// # Errors
     /// As for [`estimate`](Self::estimate).
     pub fn largest_batch(&self, limit_bytes: u64) -> Result<u64> {
         let fits = |batch| -> Result<bool> {
-            Ok(MemoryPlan { batch, ..*self }.estimate()?.peak <= limit_bytes)
+            let plan = MemoryPlan {
+                batch,
+                ..self.clone()
+            };
+            Ok(plan.estimate()?.peak <= limit_bytes)
         };
         if !fits(1)? {
             return Ok(0);
         }
-        // Each sequence takes some bytes, so doubling ends long before u64 overflows.
-        let (mut fitting, mut too_large) = (1, 2);
-        while fits(too_large)? {
-            (fitting, too_large) = (too_large, 2 * too_large);
-        }
+        let (mut fitting, mut too_large) = (1, MOST + 1);
         while too_large - fitting > 1 {
             let middle = u64::midpoint(fitting, too_large);
             if fits(middle)? {
@@ -211,7 +216,7 @@ mod tests {
 
     fn plan() -> MemoryPlan {
         MemoryPlan {
-            attention: MemoryAttention::Eager,
+            attention: AttentionImplementation::Eager,
             ..MemoryPlan::new(tiny(), 8, 256)
         }
     }
@@ -258,6 +263,11 @@ mod tests {
             advice.to_string().ends_with("which is still too much"),
             "{advice}"
         );
+    }
+
+    #[test]
+    fn the_search_for_a_batch_ends_without_a_limit() {
+        assert_eq!(plan().largest_batch(u64::MAX).expect("a plan"), MOST);
     }
 
     #[test]
