@@ -94,6 +94,20 @@ fn saving_over_another_checkpoint_leaves_none_of_its_weights() {
 }
 
 #[test]
+fn saving_leaves_the_files_of_the_user() {
+    let dir = tempfile::tempdir().unwrap();
+    let merged = dir.path().join("model-merged.safetensors");
+    fs::write(&merged, b"mine").unwrap();
+    let folder = dir.path().join("model-00001-of-00002.safetensors");
+    fs::create_dir(&folder).unwrap();
+    load("qwen3")
+        .save_pretrained(dir.path(), &SaveOptions::default())
+        .unwrap();
+    assert_eq!(fs::read(&merged).unwrap(), b"mine");
+    assert!(folder.is_dir());
+}
+
+#[test]
 fn low_precision_is_written_as_it_is_and_named_in_the_configuration() {
     let dir = tempfile::tempdir().unwrap();
     let options = LoadOptions {
