@@ -387,6 +387,9 @@ impl ExpertsConfig {
         if self.n_shared_experts == 0 && family.is_deepseek() {
             return Err(bad("n_shared_experts", &0.into(), "a positive integer"));
         }
+        if !family.is_deepseek() {
+            return self.check_no_groups(family);
+        }
         let groups = self.n_group.unwrap_or(1);
         if self.num_experts % groups != 0 {
             let expected = format!(
@@ -418,6 +421,32 @@ impl ExpertsConfig {
                 &self.num_experts_per_tok.into(),
                 &expected,
             ));
+        }
+        Ok(())
+    }
+
+    /// Refuses what only the models of DeepSeek have.
+    fn check_no_groups(&self, family: LlamaFamily) -> Result<()> {
+        for (key, value, wanted) in [
+            ("n_shared_experts", json!(self.n_shared_experts), json!(0)),
+            (
+                "first_k_dense_replace",
+                json!(self.first_k_dense_replace),
+                json!(0),
+            ),
+            ("n_group", json!(self.n_group.unwrap_or(1)), json!(1)),
+            ("topk_group", json!(self.topk_group.unwrap_or(1)), json!(1)),
+            ("group_limited", json!(self.group_limited), json!(false)),
+            (
+                "routed_scaling_factor",
+                json!(self.routed_scaling_factor),
+                json!(1.0),
+            ),
+        ] {
+            if value != wanted {
+                let expected = format!("{wanted} for the family {}", family.model_type());
+                return Err(bad(key, &value, &expected));
+            }
         }
         Ok(())
     }
