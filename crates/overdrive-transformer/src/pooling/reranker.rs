@@ -157,7 +157,8 @@ impl Reranker {
     /// [`Error::ContextExceeded`] for a sequence longer than [`max_length`](Reranker::max_length), [`Error::Common`] for a
     /// sequence without tokens, and errors of libtorch.
     pub fn scores(&self, sequences: &[TokenSequence]) -> Result<Tensor> {
-        let packed = Packed::new(sequences, self.device())?;
+        let key = "max_position_embeddings";
+        let packed = Packed::new(sequences, self.max_length(), key, self.device())?;
         let logits = match &self.scorer {
             Scorer::Classifier(model) => {
                 let logits = model.forward(packed.encoder_input(model))?;
