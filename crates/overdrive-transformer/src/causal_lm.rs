@@ -260,9 +260,17 @@ impl CausalLm {
     /// Computes the hidden states, and the load of the experts if it `is_wanted`.
     fn hidden_states_and_load(
         &self,
-        mut input: ForwardInput<'_>,
+        input: ForwardInput<'_>,
         is_wanted: bool,
     ) -> Result<(Tensor, Option<ExpertLoad>)> {
+        let device = input.input_ids.device();
+        let mask = input.attention_mask.map(|mask| mask.f_to_device(device));
+        let mask = mask.transpose()?;
+        let mut input = ForwardInput {
+            attention_mask: mask.as_ref(),
+            cache: input.cache.map(|cache| &mut *cache as _),
+            ..input
+        };
         let shape = input.shape()?;
         if let Some(positions) = input.restarting_positions()? {
             // `shape` has refused packed sequences with a cache.

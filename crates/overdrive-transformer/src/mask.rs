@@ -56,7 +56,7 @@ impl Mask {
         };
         let device = input.input_ids.device();
         // Of any dtype: booleans, integers and floats all mark padding by 0.
-        let real = padding.f_to_device(device)?.f_ne(0)?;
+        let real = padding.f_ne(0)?;
         let allowed = band(tokens, keys, window, device)?;
         let padded = real.f_unsqueeze(1)?.f_unsqueeze(1)?;
         Ok(Mask::Marked(allowed.f_logical_and(&padded)?))

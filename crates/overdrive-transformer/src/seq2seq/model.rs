@@ -272,10 +272,13 @@ impl Seq2SeqLm {
                 return Err(Error::CacheLayers { cache, model });
             }
         }
+        let device = input.input_ids.device();
+        let mask = input.attention_mask.map(|mask| mask.f_to_device(device));
+        let mask = mask.transpose()?;
         let states = self.decoder.forward(StackInput {
             embedding: &self.embedding,
             ids: input.input_ids,
-            padding: input.attention_mask,
+            padding: mask.as_ref(),
             past,
             source: Some(input.source),
             cache: input.cache.as_deref_mut(),
