@@ -66,7 +66,7 @@ pub(crate) fn replace_weight(
         if name == module
             && let Some(weight) = weight.take()
         {
-            let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
+            let _dense = linear.replace_weight(LinearWeight::Quantized(weight))?;
         }
         Ok(())
     })?)
@@ -238,7 +238,7 @@ impl ParameterMap {
     pub(crate) fn take_embedding(&mut self, name: &str) -> Result<Embedding> {
         match self.take_quantized(name) {
             Some(table) => Ok(Embedding::quantized(table, self.kind)?),
-            None => Ok(Embedding::dense(self.take(&format!("{name}.weight"))?)),
+            None => Ok(Embedding::dense(self.take(&format!("{name}.weight"))?)?),
         }
     }
 

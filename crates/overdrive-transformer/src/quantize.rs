@@ -139,7 +139,7 @@ impl CausalLm {
             join_quantized(&mut weights, std::slice::from_ref(&group))?;
             self.visit_linears(&mut |name, linear| {
                 if let Some(weight) = weights.remove(name) {
-                    linear.move_weight(LinearWeight::Quantized(weight));
+                    linear.move_weight(LinearWeight::Quantized(weight))?;
                 }
                 Ok(())
             })?;
@@ -184,7 +184,7 @@ impl CausalLm {
                 true => shared = Some(weight.shallow_clone()),
                 false => dense.push((format!("{name}.weight"), weight.shallow_clone())),
             }
-            let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed });
+            let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed })?;
             Ok(())
         })?;
         if let (Some(spec), Some(packed)) = (table, packed) {
@@ -192,14 +192,14 @@ impl CausalLm {
                 Some(weight) => weight,
                 None => packed.dequantize(kind)?,
             };
-            *self.embedding_mut() = Embedding::dense(weight.shallow_clone());
+            *self.embedding_mut() = Embedding::dense(weight.shallow_clone())?;
             dense.push((spec.name.clone(), weight));
         }
         if let Some((name, table)) = self.layer_inputs_mut()
             && let Some(packed) = table.quantized_table()
         {
             let weight = packed.dequantize(kind)?;
-            *table = Embedding::dense(weight.shallow_clone());
+            *table = Embedding::dense(weight.shallow_clone())?;
             dense.push((format!("{name}.weight"), weight));
         }
         if dense.iter().any(|(name, _)| name == "lm_head.weight") {
@@ -220,7 +220,7 @@ impl CausalLm {
         self.visit_linears(&mut |_, linear| {
             if let LinearWeight::Quantized(weight) = linear.weight() {
                 let weight = weight.shallow_clone().with_activations(activations)?;
-                let _same = linear.replace_weight(LinearWeight::Quantized(weight));
+                let _same = linear.replace_weight(LinearWeight::Quantized(weight))?;
             }
             Ok(())
         })?;
