@@ -140,6 +140,7 @@ mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
+mod model_parts;
 mod moe;
 mod norm;
 mod parallel_block;

@@ -55,23 +55,6 @@ pub(crate) fn handles(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> 
     parameters.iter().map(share).collect()
 }
 
-/// Replaces the weight of the linear layer `module`, if the model has it.
-pub(crate) fn replace_weight(
-    model: &mut dyn AdapterHost,
-    module: &str,
-    weight: QuantizedWeight,
-) -> Result<()> {
-    let mut weight = Some(weight);
-    Ok(model.visit_linears(&mut |name, linear| {
-        if name == module
-            && let Some(weight) = weight.take()
-        {
-            let _dense = linear.replace_weight(LinearWeight::Quantized(weight))?;
-        }
-        Ok(())
-    })?)
-}
-
 /// Returns `true` for a tensor that training never changes: a buffer in transformers, such as the corrections of a
 /// router (DeepSeek-V3) or the factor of a layer (Gemma 4).
 fn is_buffer(name: &str) -> bool {

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::multimodal;
 use super::packed_experts;
 use super::quantized::{LAYOUT_KEY, Views};
+use crate::model_parts::ModelParts;
 use crate::moe::is_correction;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LlamaConfig, LlamaFamily, ModelConfig, Result};
@@ -223,15 +224,11 @@ pub(crate) struct Contents<'m> {
 
 impl<'m> Contents<'m> {
     pub(crate) fn of(model: &'m CausalLm) -> Contents<'m> {
-        let mut quantized = HashMap::new();
-        model.for_each_quantized(&mut |name, weight| {
-            quantized.insert(name.to_owned(), weight.shallow_clone());
-        });
         let generation = model.generation_config().cloned();
         Contents {
             config: model.config(),
             dense: model.named_parameters(),
-            quantized,
+            quantized: model.quantized_weights(),
             kind: model.kind(),
             generation: Some(generation.unwrap_or_else(|| model.config().generation_defaults())),
         }

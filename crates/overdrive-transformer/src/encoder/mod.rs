@@ -10,7 +10,6 @@ mod layout;
 mod load;
 mod model;
 mod parameters;
-mod quantize;
 
 pub(crate) use attend::attend;
 pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};

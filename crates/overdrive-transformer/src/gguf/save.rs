@@ -11,6 +11,7 @@ use super::file_type::{GgufFileType, Mixture};
 use super::metadata::metadata;
 use super::names::{gguf_name, gguf_shape};
 use super::placement::{inverse, placements};
+use crate::model_parts::ModelParts;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LoadProgress, ModelConfig, Result};
 
@@ -192,13 +193,9 @@ struct Weights {
 
 impl Weights {
     fn of(model: &CausalLm) -> Weights {
-        let mut quantized = HashMap::new();
-        model.for_each_quantized(&mut |name, weight| {
-            quantized.insert(name.to_owned(), weight.shallow_clone());
-        });
         Weights {
             dense: model.named_parameters().into_iter().collect(),
-            quantized,
+            quantized: model.quantized_weights(),
         }
     }
 

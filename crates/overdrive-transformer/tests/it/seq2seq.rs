@@ -392,6 +392,18 @@ fn quantized_models_run_and_are_saved() {
                 .unwrap()
         };
         let got = forward(&model);
+        let mut in_place = load(case);
+        in_place.quantize(&QuantizeOptions::new(scheme)).unwrap();
+        assert_eq!(max_difference(&forward(&in_place), &got), 0.0, "{case}");
+        assert_eq!(in_place.memory_footprint(), model.memory_footprint());
+        in_place.dequantize().unwrap();
+        assert!(!in_place.is_quantized());
+        let names = |model: &Seq2SeqLm| {
+            let parameters = model.named_parameters().into_iter();
+            parameters.map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&in_place), names(&load(case)), "{case}");
+        assert_eq!(in_place.memory_footprint(), load(case).memory_footprint());
         let relative = (&got - &want["logits"]).norm() / want["logits"].norm();
         let relative = relative.double_value(&[]);
         println!("{case} {scheme}: {relative:.3}");
