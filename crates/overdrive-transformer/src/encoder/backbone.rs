@@ -393,19 +393,18 @@ impl Block {
     }
 
     fn attend(&self, x: &Tensor, context: &Context) -> Result<Tensor> {
-        let qkv = self
-            .qkv
-            .forward_joint(x)?
-            .f_unflatten(-1, [3, context.heads, -1])?;
-        let part = |index: i64| qkv.f_select(2, index);
+        let fused = context.execution.fused_kernels;
+        let width = self.qkv.outputs() as i64 / 3;
+        let [query, key, value] = self.qkv.split(x, [width; 3], fused)?;
         // (B, T, H, D)
-        let (mut query, mut key, value) = (part(0)?, part(1)?, part(2)?);
+        let heads = |part: &Tensor| part.f_unflatten(-1, [context.heads, -1]);
+        let (mut query, mut key, value) = (heads(&query)?, heads(&key)?, heads(&value)?);
         if let Some(rotations) = &context.rotations {
             let rotation = match self.layer_type {
                 LayerType::Full | LayerType::Linear => &rotations[0],
                 LayerType::Sliding => &rotations[1],
             };
-            (query, key) = match context.execution.fused_kernels {
+            (query, key) = match fused {
                 true => {
                     let options = RotaryOptions {
                         layout: Layout::Bthd,
@@ -424,7 +423,6 @@ impl Block {
             context.execution.attention,
             context.dropouts.attention,
         )?;
-        let fused = context.execution.fused_kernels;
         Ok(self.attention_output.forward_with(&mixed, fused)?)
     }
 

@@ -3,8 +3,8 @@ use overdrive_lora::{
 };
 use overdrive_precision::autocast;
 use overdrive_transformer::{
-    EncoderConfig, EncoderFamily, EncoderInput, Execution, InitOptions, LoadOptions, MaskedLm,
-    QuantizeOptions, Schedule, SequenceClassifier,
+    AttentionImplementation, EncoderConfig, EncoderFamily, EncoderInput, EncoderModel, Execution,
+    InitOptions, LoadOptions, MaskedLm, QuantizeOptions, Schedule, SequenceClassifier,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -103,6 +103,16 @@ fn quantized_encoders_stay_near_dense_ones() {
             in_place.quantize(&QuantizeOptions::new(scheme)).unwrap();
             let got = loaded.hidden_states(batch(&want)).unwrap();
             let same = in_place.hidden_states(batch(&want)).unwrap();
+            assert_eq!(in_place.memory_footprint(), loaded.memory_footprint());
+            in_place.dequantize().unwrap();
+            assert!(!in_place.is_quantized());
+            let dense = masked(case);
+            assert_eq!(in_place.memory_footprint(), dense.memory_footprint());
+            let names = |model: &MaskedLm| {
+                let parameters = model.named_parameters().into_iter();
+                parameters.map(|(name, _)| name).collect::<Vec<_>>()
+            };
+            assert_eq!(names(&in_place), names(&dense), "{case}");
             assert_eq!(max_difference(&got, &same), 0.0, "{case} {scheme}");
             let exact = masked(case).hidden_states(batch(&want)).unwrap();
             let error = (got - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
@@ -331,5 +341,61 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
                 parameter.zero_grad();
             }
         }
+    }
+}
+
+#[test]
+fn separate_operators_have_gradients_of_gradients() {
+    for case in ["bert_mlm", "modernbert_mlm"] {
+        let config = EncoderConfig::from_dir(fixture(case)).unwrap();
+        let options = InitOptions {
+            kind: Kind::Double,
+            ..InitOptions::default()
+        };
+        let mut model = EncoderModel::new(&config, &options).unwrap();
+        let mut execution = Execution::default();
+        execution.fused_kernels = false;
+        execution.attention = AttentionImplementation::Eager;
+        model.set_execution(execution);
+        model.set_requires_grad(true).unwrap();
+        let ids = Tensor::from_slice(&[5i64, 9, 3, 7, 2]).unsqueeze(0);
+        let mut parameters = model.named_parameters();
+        parameters.retain(|(name, _)| name.contains("layer"));
+        let parameters: Vec<&Tensor> = parameters.iter().map(|(_, own)| own).collect();
+        let gradients = |kept| {
+            let hidden = model.hidden_states(EncoderInput::new(&ids)).unwrap();
+            let loss = hidden.sin().sum(Kind::Double);
+            Tensor::run_backward(&[loss], &parameters, kept, kept)
+        };
+        // The derivative of the squared norm of the gradient along itself, and its difference quotient.
+        let squared = |gradients: &[Tensor]| {
+            let norms = gradients.iter().map(|own| own.square().sum(Kind::Double));
+            norms.fold(Tensor::from(0.0), |sum, norm| sum + norm)
+        };
+        let first = gradients(true);
+        let second = Tensor::run_backward(&[squared(&first)], &parameters, false, false);
+        let exact = first.iter().zip(&second);
+        let exact: f64 = exact
+            .map(|(a, b)| (a * b).sum(Kind::Double).double_value(&[]))
+            .sum();
+        let step = |size: f64| {
+            tch::no_grad(|| {
+                for (parameter, gradient) in parameters.iter().zip(&first) {
+                    let _same = parameter
+                        .shallow_clone()
+                        .f_add_(&(gradient * size))
+                        .unwrap();
+                }
+            });
+            squared(&gradients(false)).double_value(&[])
+        };
+        let size = 1e-5;
+        let (after, before) = (step(size), step(-2.0 * size));
+        let quotient = (after - before) / (2.0 * size);
+        assert!(exact.abs() > 1e-3, "{case}: {exact}");
+        assert!(
+            (exact - quotient).abs() < 1e-4 * exact.abs(),
+            "{case}: {exact} and {quotient}"
+        );
     }
 }
