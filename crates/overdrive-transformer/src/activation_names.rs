@@ -12,10 +12,10 @@ pub(crate) fn activation_named(key: &str, name: &str) -> Result<Activation> {
         // transformers has three names for one tanh approximation.
         "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Ok(Activation::GeluTanh),
         "relu" => Ok(Activation::Relu),
-        other => Err(Error::Unsupported {
-            key: key.to_owned(),
-            found: format!("{other:?}"),
-            supported: "silu, gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu".to_owned(),
-        }),
+        other => Err(Error::unsupported(
+            key,
+            format!("{other:?}"),
+            "silu, gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu",
+        )),
     }
 }

@@ -35,11 +35,11 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
         contents.kind,
         Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double
     ) {
-        return Err(Error::Unsupported {
-            key: "torch_dtype".to_owned(),
-            found: format!("{:?}", contents.kind),
-            supported: "Double, Float, Half, BFloat16".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "torch_dtype",
+            format!("{:?}", contents.kind),
+            "Double, Float, Half, BFloat16",
+        ));
     }
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
     let Written { tensors, layout } = quantized::written(contents)?;

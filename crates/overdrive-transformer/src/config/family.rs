@@ -304,14 +304,16 @@ pub(crate) fn layer_types(value: &Value, known: &[LayerType]) -> Result<Vec<Laye
                 .iter()
                 .copied()
                 .find(|kind| name.as_str() == Some(kind.name()))
-                .ok_or_else(|| Error::Unsupported {
-                    key: "layer_types".to_owned(),
-                    found: name.to_string(),
-                    supported: known
-                        .iter()
-                        .map(|kind| kind.name())
-                        .collect::<Vec<_>>()
-                        .join(", "),
+                .ok_or_else(|| {
+                    Error::unsupported(
+                        "layer_types",
+                        name,
+                        known
+                            .iter()
+                            .map(|kind| kind.name())
+                            .collect::<Vec<_>>()
+                            .join(", "),
+                    )
                 })
         })
         .collect()

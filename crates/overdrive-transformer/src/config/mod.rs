@@ -162,11 +162,11 @@ impl ModelConfig {
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)
             }
             other => {
-                return Err(Error::Unsupported {
-                    key: "model_type".to_owned(),
-                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: supported(other),
-                });
+                return Err(Error::unsupported(
+                    "model_type",
+                    other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    supported(other),
+                ));
             }
         };
         config.validate()?;
@@ -318,12 +318,11 @@ impl ModelConfig {
     pub(crate) fn check_causal(&self) -> Result<()> {
         match self {
             ModelConfig::Llama(config) if config.use_bidirectional_attention => {
-                Err(Error::Unsupported {
-                    key: "use_bidirectional_attention".to_owned(),
-                    found: "true".to_owned(),
-                    supported: "false, a model that predicts the next token; `EmbeddingModel` loads this one"
-                        .to_owned(),
-                })
+                Err(Error::unsupported(
+                    "use_bidirectional_attention",
+                    "true",
+                    "false, a model that predicts the next token; `EmbeddingModel` loads this one",
+                ))
             }
             _ => Ok(()),
         }

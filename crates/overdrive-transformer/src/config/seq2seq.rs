@@ -72,11 +72,11 @@ impl Seq2SeqConfig {
             Some("t5") => Seq2SeqConfig::T5(T5Config::read(fields)?),
             Some("bart") => Seq2SeqConfig::Bart(BartConfig::read(fields)?),
             other => {
-                return Err(Error::Unsupported {
-                    key: "model_type".to_owned(),
-                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: MODEL_TYPES.join(", "),
-                });
+                return Err(Error::unsupported(
+                    "model_type",
+                    other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    MODEL_TYPES.join(", "),
+                ));
             }
         };
         config.validate()?;

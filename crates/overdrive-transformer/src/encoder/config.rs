@@ -261,11 +261,11 @@ impl EncoderConfig {
             .as_deref()
             .and_then(EncoderFamily::from_model_type);
         let Some(family) = family else {
-            return Err(Error::Unsupported {
-                key: "model_type".to_owned(),
-                found: model_type.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                supported: EncoderFamily::ALL.map(EncoderFamily::model_type).join(", "),
-            });
+            return Err(Error::unsupported(
+                "model_type",
+                model_type.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                EncoderFamily::ALL.map(EncoderFamily::model_type).join(", "),
+            ));
         };
         let config = super::config_json::read(family, fields)?;
         config.validate()?;

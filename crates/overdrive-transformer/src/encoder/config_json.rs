@@ -55,14 +55,14 @@ fn read_bert(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
         let mut on = false;
         fields.boolean(key, &mut on)?;
         if on {
-            return Err(unsupported(key, "true", supported));
+            return Err(Error::unsupported(key, "true", supported));
         }
     }
     match fields.string("position_embedding_type")?.as_deref() {
         None | Some("absolute") => Ok(()),
-        Some(other) => Err(unsupported(
+        Some(other) => Err(Error::unsupported(
             "position_embedding_type",
-            &format!("{other:?}"),
+            format!("{other:?}"),
             "absolute",
         )),
     }
@@ -96,7 +96,7 @@ fn read_modern(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
         Some("mean") => ClassifierPooling::Mean,
         Some(other) => {
             let found = format!("{other:?}");
-            return Err(unsupported("classifier_pooling", &found, "cls, mean"));
+            return Err(Error::unsupported("classifier_pooling", found, "cls, mean"));
         }
     };
     fields.positive("local_attention", &mut config.local_attention)?;
@@ -126,7 +126,7 @@ fn read_rope(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
     fields.number("global_rope_theta", &mut config.global_rope_theta)?;
     fields.number("local_rope_theta", &mut config.local_rope_theta)?;
     if let Some(value) = fields.take("rope_scaling") {
-        return Err(unsupported("rope_scaling", &value.to_string(), "null"));
+        return Err(Error::unsupported("rope_scaling", value, "null"));
     }
     let Some(mut both) = fields.object("rope_parameters")? else {
         return Ok(());
@@ -143,7 +143,7 @@ fn read_rope(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
             None | Some("default") => {}
             Some(other) => {
                 let key = format!("rope_parameters.{key}.rope_type");
-                return Err(unsupported(&key, &format!("{other:?}"), "default"));
+                return Err(Error::unsupported(key, format!("{other:?}"), "default"));
             }
         }
     }
@@ -172,7 +172,7 @@ fn read_labels(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
                 .into_iter()
                 .find(|kind| kind.name() == name);
             let supported = ProblemType::ALL.map(ProblemType::name).join(", ");
-            let error = || unsupported("problem_type", &format!("{name:?}"), &supported);
+            let error = || Error::unsupported("problem_type", format!("{name:?}"), supported);
             Some(found.ok_or_else(error)?)
         }
     };
@@ -193,14 +193,6 @@ fn labels(value: &Value) -> Result<Vec<String>> {
             })
         })
         .collect()
-}
-
-fn unsupported(key: &str, found: &str, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found: found.to_owned(),
-        supported: supported.to_owned(),
-    }
 }
 
 /// Writes the object of `config.json` with transformers' class `architecture`.

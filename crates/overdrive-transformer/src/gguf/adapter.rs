@@ -155,9 +155,5 @@ fn module_of(name: &str) -> Option<(&str, usize)> {
 }
 
 fn unsupported(key: &str, found: &str, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found: found.to_owned(),
-        supported: format!("{supported}, in GGUF files"),
-    }
+    Error::unsupported(key, found, format!("{supported}, in GGUF files"))
 }

@@ -108,11 +108,11 @@ pub(super) fn tensors(
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let ModelConfig::Llama(llama) = config else {
-        return Err(Error::Unsupported {
-            key: "general.architecture".to_owned(),
-            found: "another family".to_owned(),
-            supported: "models of the Llama family".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "general.architecture",
+            "another family",
+            "models of the Llama family",
+        ));
     };
     let arrangement = Arrangement {
         tied: config.tie_word_embeddings(),

@@ -62,11 +62,11 @@ impl CausalLm {
     /// and if the file cannot be written.
     pub fn save_gguf(&self, path: impl AsRef<Path>, options: &GgufOptions) -> Result<()> {
         if let Some(name) = self.adapter_names().first() {
-            return Err(crate::Error::Unsupported {
-                key: "adapter".to_owned(),
-                found: name.clone(),
-                supported: "none; merge it into the weights first (`merge_and_unload`)".to_owned(),
-            });
+            return Err(crate::Error::unsupported(
+                "adapter",
+                name,
+                "none; merge it into the weights first (`merge_and_unload`)",
+            ));
         }
         let config = self.config();
         let mut own = metadata(config)?;

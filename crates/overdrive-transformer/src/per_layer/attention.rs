@@ -196,12 +196,11 @@ fn check_dropout(dropout: f64) -> Result<()> {
     if dropout == 0.0 {
         return Ok(());
     }
-    Err(Error::Unsupported {
-        key: "attention_dropout".to_owned(),
-        found: dropout.to_string(),
-        supported: "0 over a cache, for a model whose layers share keys and values; call `set_training(false)`"
-            .to_owned(),
-    })
+    Err(Error::unsupported(
+        "attention_dropout",
+        dropout,
+        "0 over a cache, for a model whose layers share keys and values; call `set_training(false)`",
+    ))
 }
 
 fn no_keys(layer: usize) -> Error {

@@ -35,10 +35,12 @@ impl Dense {
     /// Reads `config.json` and `model.safetensors` of the layer.
     pub(super) fn from_dir(folder: &Path, device: Device, kind: Kind) -> Result<Dense> {
         let config = read_config(folder)?;
-        let refused = |key: &str, found: String, supported: &str| Error::Unsupported {
-            key: format!("{}: {key}", folder.join("config.json").display()),
-            found,
-            supported: supported.to_owned(),
+        let refused = |key: &str, found: String, supported: &str| {
+            Error::unsupported(
+                format!("{}: {key}", folder.join("config.json").display()),
+                found,
+                supported,
+            )
         };
         let name = config.get("activation_function").and_then(Value::as_str);
         // `torch.nn.modules.activation.Tanh`.

@@ -252,11 +252,7 @@ fn with_encoders(error: Error) -> Error {
             supported,
         } if key == "model_type" => {
             let encoders = EncoderFamily::ALL.map(EncoderFamily::model_type).join(", ");
-            Error::Unsupported {
-                key,
-                found,
-                supported: format!("{encoders}, {supported}"),
-            }
+            Error::unsupported(key, found, format!("{encoders}, {supported}"))
         }
         other => other,
     }
