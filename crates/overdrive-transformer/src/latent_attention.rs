@@ -142,11 +142,8 @@ impl LatentAttention {
         let fused = step.execution.fused_kernels;
         let [plain, rotated, latent, key] = self.project(x, &step)?;
         let options = AttendOptions {
-            implementation: step.execution.attention,
-            dropout: step.dropout,
             scale: Some(self.scale),
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(step.execution.attention, step.dropout)
         };
         let mixed = match step.cache {
             None => {

@@ -122,6 +122,7 @@ mod activation_names;
 mod adapter_host;
 mod attend;
 mod attention;
+mod block_groups;
 mod causal_lm;
 mod checkpoint;
 mod config;

@@ -1,6 +1,5 @@
 //! Bidirectional encoders: BERT, RoBERTa, XLM-RoBERTa and ModernBERT with their heads.
 
-mod attend;
 mod backbone;
 mod config;
 mod config_json;
@@ -11,7 +10,6 @@ mod load;
 mod model;
 mod parameters;
 
-pub(crate) use attend::attend;
 pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
 pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
 pub use input::EncoderInput;

@@ -82,11 +82,8 @@ impl PerLayerAttention {
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let options = AttendOptions {
-            implementation: step.execution.attention,
-            dropout: step.dropout,
             scale: Some(self.scale),
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(step.execution.attention, step.dropout)
         };
         let layer = step.layer;
         let (query, own) = self.heads(x, &step)?;
