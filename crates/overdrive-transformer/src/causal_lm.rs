@@ -23,7 +23,7 @@ use crate::quantize::join_quantized;
 use crate::vision::VisionTower;
 use crate::{
     Error, Execution, ForwardInput, ImageFeatures, LoadOptions, ModelConfig, ParameterSpec, Result,
-    SaveOptions, checkpoint, config,
+    SaveOptions, checkpoint,
 };
 
 /// The options of a new model.
@@ -138,12 +138,12 @@ impl CausalLm {
         if dir.is_file() {
             return CausalLm::from_gguf(dir, options);
         }
-        let mut config = ModelConfig::from_dir(dir)?;
+        let (mut config, is_text_of_multimodal) = ModelConfig::read(dir)?;
         config.check_causal()?;
         let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
-        model.is_text_of_multimodal = config::is_multimodal(dir)?;
+        model.is_text_of_multimodal = is_text_of_multimodal;
         Ok(model)
     }
 

@@ -166,9 +166,8 @@ pub use config::{
     T5Config, VisionConfig, Yarn,
 };
 pub use encoder::{
-    BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
-    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead,
-    ProblemType, SequenceClassifier,
+    BaseHead, ClassifierHead, Encoder, EncoderConfig, EncoderFamily, EncoderHead, EncoderInput,
+    EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead, ProblemType, SequenceClassifier,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

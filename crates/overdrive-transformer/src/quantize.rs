@@ -5,6 +5,7 @@ use overdrive_quantization::{Activations, QuantizedWeight, Scheme, adjacent};
 use tch::{Kind, TchError, Tensor};
 
 use crate::causal_lm::CausalLm;
+use crate::checkpoint::CheckpointConfig;
 use crate::model_parts::{ModelParts, Pack};
 use crate::parameters::ParameterRole;
 use crate::{ParameterSpec, Result};

@@ -103,11 +103,17 @@ impl CheckpointConfig for ModelConfig {
     }
 
     fn layers(&self) -> (&'static str, i64) {
-        ModelConfig::layers(self)
+        match self {
+            ModelConfig::Llama(config) => ("num_hidden_layers", config.num_hidden_layers),
+            ModelConfig::Gpt2(config) => ("n_layer", config.n_layer),
+        }
     }
 
     fn extra(&self) -> &Map<String, Value> {
-        ModelConfig::extra(self)
+        match self {
+            ModelConfig::Llama(config) => &config.extra,
+            ModelConfig::Gpt2(config) => &config.extra,
+        }
     }
 
     fn set_quantization(&mut self, layout: Value) {
@@ -121,7 +127,10 @@ impl CheckpointConfig for ModelConfig {
     }
 
     fn adjacent(&self) -> Vec<Vec<String>> {
-        ModelConfig::adjacent(self)
+        match self {
+            ModelConfig::Llama(config) => crate::llama::Llama::adjacent(config),
+            ModelConfig::Gpt2(_) => Vec::new(),
+        }
     }
 
     fn tied_head(&self) -> Option<&'static str> {

@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType, default_labels};
+use super::config::{EncoderConfig, EncoderFamily, ProblemType, default_labels};
 use crate::config::{Fields, LayerType, bad, layer_types, without_written_keys};
-use crate::{Error, Result};
+use crate::{Error, PoolingMode, Result};
 
 /// The largest number of classes: each has a name.
 const MAX_LABELS: i64 = 1 << 20;
@@ -92,8 +92,8 @@ fn read_modern(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
     fields.boolean("decoder_bias", &mut config.decoder_bias)?;
     fields.boolean("classifier_bias", &mut config.classifier_bias)?;
     config.classifier_pooling = match fields.string("classifier_pooling")?.as_deref() {
-        None | Some("cls") => ClassifierPooling::Cls,
-        Some("mean") => ClassifierPooling::Mean,
+        None | Some("cls") => PoolingMode::Cls,
+        Some("mean") => PoolingMode::Mean,
         Some(other) => {
             let found = format!("{other:?}");
             return Err(Error::unsupported("classifier_pooling", found, "cls, mean"));
@@ -260,8 +260,8 @@ fn modern(config: &EncoderConfig) -> Value {
         "hidden_activation": config.hidden_act,
         "classifier_activation": config.classifier_activation,
         "classifier_pooling": match config.classifier_pooling {
-            ClassifierPooling::Cls => "cls",
-            ClassifierPooling::Mean => "mean",
+            PoolingMode::Mean => "mean",
+            _ => "cls",
         },
         "norm_eps": config.layer_norm_eps,
         "initializer_cutoff_factor": config.initializer_cutoff_factor,

@@ -10,7 +10,7 @@ mod load;
 mod model;
 mod parameters;
 
-pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
+pub use config::{EncoderConfig, EncoderFamily, ProblemType};
 pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
 pub use input::EncoderInput;
 pub(crate) use load::EncoderTensors;

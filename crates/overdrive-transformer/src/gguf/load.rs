@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::deepseek;
 use super::names::is_unread;
 use super::placement::{Form, Placement, placements};
+use crate::checkpoint::CheckpointConfig;
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};

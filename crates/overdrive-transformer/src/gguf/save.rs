@@ -11,6 +11,7 @@ use super::file_type::{GgufFileType, Mixture};
 use super::metadata::metadata;
 use super::names::{gguf_name, gguf_shape};
 use super::placement::{inverse, placements};
+use crate::checkpoint::CheckpointConfig;
 use crate::model_parts::ModelParts;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LoadProgress, ModelConfig, Result};

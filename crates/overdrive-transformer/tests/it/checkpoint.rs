@@ -424,7 +424,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_vl, qwen3_vl_moe, gpt2",
+        "supported: llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3_text, mixtral, qwen3_moe, smollm3, olmo2, olmo3, granite, glm4, qwen2_moe, gpt_oss, ministral3, granitemoehybrid, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_text, qwen3_5_moe_text, gemma3n_text, gemma4_text, gemma3, gemma3n, gemma4, mistral3, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe, gpt2",
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),
