@@ -13,7 +13,7 @@ use overdrive_transformer::{
 };
 use tch::Tensor;
 
-use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
+use crate::common::{copy_of, edit_config, expected, fixture, generator, load, max_difference};
 
 const CASES: [&str; 5] = [
     "mixtral",
@@ -76,6 +76,7 @@ fn logits(model: &CausalLm, ids: &Tensor) -> Tensor {
 
 #[test]
 fn experts_take_adapters_under_their_names_on_disk() {
+    let _generator = generator();
     for (case, names, layers) in [
         // 2 layers of 4 experts, and the output projections of attention.
         ("mixtral", vec!["w1", "w2", "o_proj"], 2 * 4 * 2 + 2),

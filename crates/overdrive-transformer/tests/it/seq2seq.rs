@@ -3,7 +3,9 @@
 
 use std::process::Command;
 
-use crate::common::{copy_of, edit_config, expected, fixture, max_difference, max_magnitude};
+use crate::common::{
+    copy_of, edit_config, expected, fixture, generator, max_difference, max_magnitude,
+};
 use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_lora::{
     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
@@ -499,6 +501,7 @@ fn lora_trains_is_saved_and_merges() {
 
 #[test]
 fn dropout_applies_in_training_only() {
+    let _generator = generator();
     for case in ["t5", "bart"] {
         let (mut model, want) = (load(case), expected(case));
         let run = |model: &Seq2SeqLm| {
@@ -523,6 +526,7 @@ fn dropout_applies_in_training_only() {
 
 #[test]
 fn a_layer_that_is_dropped_in_training_is_skipped() {
+    let _generator = generator();
     let dir = copy_of("bart");
     edit_config(dir.path(), |config| {
         config.insert("dropout".to_owned(), 0.0.into());

@@ -9,10 +9,11 @@ use overdrive_transformer::{
 use tch::{Device, Kind, Tensor};
 
 use super::{CLASSIFIERS, MASKED, batch, classifier, masked};
-use crate::common::{expected, fixture, max_difference, max_magnitude};
+use crate::common::{expected, fixture, generator, max_difference, max_magnitude};
 
 #[test]
 fn dropout_applies_in_training_only_is_repeated_by_its_seed_and_by_checkpointing() {
+    let _generator = generator();
     for case in ["bert_mlm", "roberta_mlm"] {
         let (mut model, want) = (masked(case), expected(case));
         model.set_requires_grad(true).unwrap();
@@ -54,6 +55,7 @@ fn dropout_applies_in_training_only_is_repeated_by_its_seed_and_by_checkpointing
 
 #[test]
 fn modernbert_has_its_dropouts() {
+    let _generator = generator();
     let mut config = EncoderConfig::from_dir(fixture("modernbert_mlm")).unwrap();
     let want = expected("modernbert_mlm");
     let hidden = |config: &EncoderConfig| {
