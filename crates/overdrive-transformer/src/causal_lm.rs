@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::CheckpointConfig;
 use crate::gpt2::Gpt2;
-use crate::init::initialise;
+use crate::init::initialize;
 use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
@@ -83,7 +83,7 @@ pub(crate) enum Backbone {
 }
 
 impl CausalLm {
-    /// Makes a model with random parameters, initialised as in transformers: normal with the configuration's
+    /// Makes a model with random parameters, initialized as in transformers: normal with the configuration's
     /// `initializer_range` (GPT-2's residual projections scaled by depth), norms 1, biases 0. No parameter
     /// requires a gradient yet.
     ///
@@ -92,7 +92,7 @@ impl CausalLm {
     /// memory runs out.
     pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
         let model = CausalLm::empty(config, options.device, options.kind)?;
-        initialise(&model.parameters, &config.parameters(), options.seed)?;
+        initialize(&model.parameters, &config.parameters(), options.seed)?;
         Ok(model)
     }
 

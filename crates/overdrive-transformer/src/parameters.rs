@@ -108,7 +108,7 @@ impl ParameterSpec {
     }
 }
 
-/// Allocates the parameters `specs` in the dtypes `kinds`, uninitialised. Those of a group, if they are of one
+/// Allocates the parameters `specs` in the dtypes `kinds`, uninitialized. Those of a group, if they are of one
 /// dtype, are slices of one tensor, so that a joint matmul reads them without a copy.
 pub(crate) fn allocate(
     specs: Vec<ParameterSpec>,

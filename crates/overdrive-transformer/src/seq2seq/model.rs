@@ -12,7 +12,7 @@ use super::input::{DecoderInput, Encoded, Source, check_ids};
 use super::stack::{Stack, StackInput};
 use super::t5::{self, Side};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
-use crate::init::initialise;
+use crate::init::initialize;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
 use crate::model_parts::ModelParts;
 use crate::parameters::{
@@ -80,7 +80,7 @@ pub struct Seq2SeqLm {
 }
 
 impl Seq2SeqLm {
-    /// Makes a model with random parameters, initialised as in transformers. No parameter requires a gradient yet.
+    /// Makes a model with random parameters, initialized as in transformers. No parameter requires a gradient yet.
     ///
     /// # Errors
     /// [`Error::Common`] or [`Error::Unsupported`] for an inconsistent configuration; an error of libtorch when
@@ -94,7 +94,7 @@ impl Seq2SeqLm {
             .collect();
         let groups = config.adjacent();
         let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
-        initialise(&parameters, &specs, options.seed)?;
+        initialize(&parameters, &specs, options.seed)?;
         if let (Seq2SeqConfig::Bart(config), Some((_, table))) = (config, parameters.first())
             && let Some(pad) = config
                 .pad_token_id

@@ -1,4 +1,4 @@
-//! Models from scratch: initialisation, flags, and inputs that are refused.
+//! Models from scratch: initialization, flags, and inputs that are refused.
 
 use crate::common::{expected, generator, load};
 use overdrive_kv_cache::{DynamicCache, KvCache};
