@@ -1,7 +1,9 @@
 use overdrive_lora::{
     AddOptions, LoraConfig, TargetModules, add_adapter, merge_adapters, trainable_parameters,
 };
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_precision::autocast;
+use overdrive_quantization::QuantizedWeight;
 use overdrive_transformer::{
     AttentionImplementation, EncoderConfig, EncoderFamily, EncoderInput, EncoderModel, Execution,
     InitOptions, LoadOptions, MaskedLm, QuantizeOptions, Schedule, SequenceClassifier,
@@ -152,6 +154,42 @@ fn a_quantized_output_layer_shares_the_embedding() {
             .iter()
             .any(|(name, _)| name.contains("word_embeddings") || name.contains("tok_embeddings"));
         assert_eq!(table, !tied, "{case}");
+    }
+}
+
+#[test]
+fn an_output_layer_that_differs_from_the_embedding_is_untied_when_it_becomes_dense() {
+    for case in MASKED {
+        let want = expected(case);
+        let mut model = masked(case);
+        let scheme = "int8-weight".parse().unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        let output = model.output_module().unwrap();
+        model
+            .visit_linears(&mut |name, linear| {
+                if name == output {
+                    let other = linear.weight().to_dense(Kind::Float)? * 2.0;
+                    let other = QuantizedWeight::quantize(&other, scheme)?;
+                    linear.replace_weight(LinearWeight::Quantized(other))?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let before = model.forward(batch(&want)).unwrap();
+        model.dequantize().unwrap();
+        assert!(!model.config().tie_word_embeddings, "{case}");
+        let after = model.forward(batch(&want)).unwrap();
+        assert!(after.allclose(&before, 1e-4, 1e-4, false), "{case}");
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = MaskedLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+        assert!(again.load_report().initialized.is_empty(), "{case}");
+        let again = again.forward(batch(&want)).unwrap();
+        assert_eq!(max_difference(&again, &after), 0.0, "{case}");
     }
 }
 
