@@ -8,8 +8,8 @@ use crate::error::{
 };
 use crate::gpu;
 use crate::options::choose;
-use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
-use crate::state_slot::{checked_slots, copy_states};
+use crate::sequences::{batch_sequences, each_group, lengths, packed_sequences};
+use crate::state_slot::{apart, checked_slots, copy_states};
 use crate::{Backend, CausalConv1dOptions, Result, StateSlot};
 
 /// Checks the tensors but for the state; `x` has the dimensions `leading` before the channels. Returns the numbers of
@@ -200,6 +200,9 @@ pub fn causal_conv1d_update(
     let lengths = lengths(offsets, x.size()[0])?;
     let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    let (x, weight) = (&apart(x, states)?, &apart(weight, states)?);
+    let bias = bias.map(|bias| apart(bias, states)).transpose()?;
+    let bias = bias.as_ref();
     if let Some(y) = gpu::causal_conv1d(x, weight, bias, states, &slots, offsets, options)? {
         return Ok(y);
     }
@@ -212,22 +215,12 @@ pub fn causal_conv1d_update(
     }
     copy_states(states, &slots)?;
     let mut output = x.f_zeros_like()?;
-    for (length, group) in groups_of_equal_length(&lengths) {
-        let rows: Vec<i64> = group
-            .iter()
-            .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length)
-            .collect();
-        let rows = Tensor::f_from_slice(&rows)?.f_to_device(x.device())?;
-        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence].to).collect();
-        let batch = group.len() as i64;
-        let group = Tensor::f_from_slice(&group)?.f_to_device(x.device())?;
-        let tokens = x
-            .f_index_select(0, &rows)?
-            .f_unflatten(0, [batch, length])?;
-        let state = states.f_index_select(0, &group)?;
-        let (y, state) = math(&tokens, weight, bias, &state, options)?;
-        let _same = output.f_index_copy_(0, &rows, &y.f_flatten(0, 1)?)?;
-        let _same = states.f_index_copy_(0, &group, &state)?;
-    }
+    each_group(offsets, &lengths, &slots, x.device(), |group| {
+        let state = states.f_index_select(0, &group.slots)?;
+        let (y, state) = math(&group.tokens(x)?, weight, bias, &state, options)?;
+        let _same = output.f_index_copy_(0, &group.rows, &y.f_flatten(0, 1)?)?;
+        let _same = states.f_index_copy_(0, &group.slots, &state)?;
+        Ok(())
+    })?;
     Ok(output)
 }

@@ -9,8 +9,8 @@ use crate::error::{
 use crate::gpu;
 use crate::kernel::Sequence;
 use crate::options::choose;
-use crate::sequences::{batch_sequences, groups_of_equal_length, lengths, packed_sequences};
-use crate::state_slot::{checked_slots, copy_states};
+use crate::sequences::{batch_sequences, each_group, lengths, packed_sequences};
+use crate::state_slot::{apart, checked_slots, copy_states};
 use crate::{Backend, DeltaRuleOptions, Result, StateSlot};
 
 /// The tensors of the gated delta rule, for a batch or for packed sequences.
@@ -291,6 +291,8 @@ pub fn gated_delta_rule_update(
     let lengths = lengths(offsets, inputs.value.size()[0])?;
     let slots = checked_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    let inputs = inputs.try_map(|input| apart(input, states))?;
+    let inputs = inputs_of(&inputs);
     let scale = scale_of(options, sizes);
     if let Some(output) = gpu::delta_rule(&inputs, states, &slots, offsets, scale, options)? {
         return Ok(output);
@@ -309,23 +311,13 @@ pub fn gated_delta_rule_update(
     copy_states(states, &slots)?;
     let device = inputs.value.device();
     let mut output = inputs.value.f_zeros_like()?;
-    for (length, group) in groups_of_equal_length(&lengths) {
-        let rows: Vec<i64> = group
-            .iter()
-            .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length)
-            .collect();
-        let rows = Tensor::f_from_slice(&rows)?.f_to_device(device)?;
-        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence].to).collect();
-        let batch = group.len() as i64;
-        let group = Tensor::f_from_slice(&group)?.f_to_device(device)?;
-        let tokens = inputs.try_map(|x| {
-            let x = x.f_index_select(0, &rows)?;
-            Ok(x.f_unflatten(0, [batch, length])?)
-        })?;
-        let state = states.f_index_select(0, &group)?;
+    each_group(offsets, &lengths, &slots, device, |group| {
+        let tokens = inputs.try_map(|x| group.tokens(x))?;
+        let state = states.f_index_select(0, &group.slots)?;
         let (part, state) = math(&inputs_of(&tokens), Some(&state), sizes, options)?;
-        let _same = output.f_index_copy_(0, &rows, &part.f_flatten(0, 1)?)?;
-        let _same = states.f_index_copy_(0, &group, &state)?;
-    }
+        let _same = output.f_index_copy_(0, &group.rows, &part.f_flatten(0, 1)?)?;
+        let _same = states.f_index_copy_(0, &group.slots, &state)?;
+        Ok(())
+    })?;
     Ok(output)
 }

@@ -1,5 +1,9 @@
 //! The sequences of a pack: rows of tokens one sequence after another, and the state of each in a pool.
 
+use std::collections::BTreeMap;
+
+use tch::{Device, Tensor};
+
 use crate::kernel::{Sequence, chunks_of};
 use crate::{Error, Result, StateSlot};
 
@@ -34,18 +38,51 @@ pub(crate) fn lengths(offsets: &[i64], rows: i64) -> Result<Vec<i64>> {
     Ok(offsets.windows(2).map(|pair| pair[1] - pair[0]).collect())
 }
 
-/// Returns the indices of the sequences by their numbers of tokens, without empty ones, so that sequences of the same
-/// length can be computed as one batch.
-pub(crate) fn groups_of_equal_length(lengths: &[i64]) -> Vec<(i64, Vec<usize>)> {
-    let mut groups: Vec<(i64, Vec<usize>)> = Vec::new();
-    for (index, &length) in lengths.iter().enumerate() {
-        match groups.iter_mut().find(|(of, _)| *of == length) {
-            _ if length == 0 => {}
-            Some((_, group)) => group.push(index),
-            None => groups.push((length, vec![index])),
-        }
+/// Sequences of the same length, which can be computed as one batch.
+pub(crate) struct Group {
+    /// The indices of their rows.
+    pub(crate) rows: Tensor,
+    /// The indices of the states that they replace.
+    pub(crate) slots: Tensor,
+    size: [i64; 2],
+}
+
+impl Group {
+    /// Returns the rows of packed tokens `x (N, …)` as a batch `(B, T, …)`.
+    pub(crate) fn tokens(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(x.f_index_select(0, &self.rows)?.f_unflatten(0, self.size)?)
     }
-    groups
+}
+
+/// Calls `compute` with each group of sequences of the same length, without empty ones; its indices are on `device`.
+pub(crate) fn each_group(
+    offsets: &[i64],
+    lengths: &[i64],
+    slots: &[StateSlot],
+    device: Device,
+    mut compute: impl FnMut(&Group) -> Result<()>,
+) -> Result<()> {
+    let mut groups: BTreeMap<i64, Vec<usize>> = BTreeMap::new();
+    for (index, &length) in lengths
+        .iter()
+        .enumerate()
+        .filter(|(_, length)| **length > 0)
+    {
+        groups.entry(length).or_default().push(index);
+    }
+    for (length, group) in groups {
+        let rows = group
+            .iter()
+            .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length);
+        let to = group.iter().map(|&sequence| slots[sequence].to);
+        let indices = |indices: Vec<i64>| Tensor::f_from_slice(&indices)?.f_to_device(device);
+        compute(&Group {
+            rows: indices(rows.collect())?,
+            slots: indices(to.collect())?,
+            size: [group.len() as i64, length],
+        })?;
+    }
+    Ok(())
 }
 
 /// Converts a size or an index, which is not negative.

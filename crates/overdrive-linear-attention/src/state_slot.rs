@@ -1,3 +1,4 @@
+use overdrive_sys::storage::memory_overlaps;
 use tch::Tensor;
 
 use crate::{Error, Result};
@@ -76,6 +77,16 @@ pub(crate) fn checked_slots<T: Copy + Into<StateSlot>>(
         ));
     }
     Ok(slots)
+}
+
+/// Returns a copy of an input that has elements of the pool, which is written while inputs are read; else a handle.
+pub(crate) fn apart(input: &Tensor, pool: &Tensor) -> Result<Tensor> {
+    if !memory_overlaps(input, pool) {
+        return Ok(input.shallow_clone());
+    }
+    let mut copy = input.f_empty_like()?;
+    copy.f_copy_(input)?;
+    Ok(copy)
 }
 
 /// Copies each state to the row that is written, for operators that then replace it.

@@ -33,12 +33,21 @@ thread_local! {
 /// assert_eq!(rows.runs().collect::<Vec<_>>(), [(0, 3, None), (3, 3, Some("french"))]);
 /// let _scope = rows.scope(); // until it is dropped, models on this thread compute these rows
 /// ```
-#[derive(Debug, Clone, Default)]
-pub struct AdapterRows {
+#[derive(Debug, Clone)]
+pub struct AdapterRows(Rows);
+
+#[derive(Debug, Clone)]
+enum Rows {
     /// The number of rows and the adapter of each run of rows.
-    runs: Vec<(usize, Option<Arc<str>>)>,
-    /// The adapters of all rows instead of `runs`.
-    choice: Option<RowChoice>,
+    Runs(Vec<(usize, Option<Arc<str>>)>),
+    Choice(RowChoice),
+}
+
+impl Default for AdapterRows {
+    /// Makes no rows.
+    fn default() -> AdapterRows {
+        AdapterRows(Rows::Runs(Vec::new()))
+    }
 }
 
 impl AdapterRows {
@@ -51,13 +60,15 @@ impl AdapterRows {
                 _ => runs.push((count, name)),
             }
         }
-        AdapterRows { runs, choice: None }
+        AdapterRows(Rows::Runs(runs))
     }
 
     /// Returns the number of rows.
     pub fn len(&self) -> usize {
-        let runs: usize = self.runs.iter().map(|(count, _)| count).sum();
-        runs + self.choice.as_ref().map_or(0, RowChoice::len)
+        match &self.0 {
+            Rows::Runs(runs) => runs.iter().map(|(count, _)| count).sum(),
+            Rows::Choice(choice) => choice.len(),
+        }
     }
 
     /// Returns `true` if there is no row.
@@ -67,13 +78,20 @@ impl AdapterRows {
 
     /// Returns the adapters that a tensor on the device says. [`runs`](AdapterRows::runs) is empty then.
     pub fn choice(&self) -> Option<&RowChoice> {
-        self.choice.as_ref()
+        match &self.0 {
+            Rows::Runs(_) => None,
+            Rows::Choice(choice) => Some(choice),
+        }
     }
 
     /// Returns the first row, the number of rows and the adapter of each run.
     pub fn runs(&self) -> impl Iterator<Item = (usize, usize, Option<&str>)> {
+        let runs = match &self.0 {
+            Rows::Runs(runs) => runs.as_slice(),
+            Rows::Choice(_) => &[],
+        };
         let mut next = 0;
-        self.runs.iter().map(move |(count, name)| {
+        runs.iter().map(move |(count, name)| {
             let start = next;
             next += count;
             (start, *count, name.as_deref())
@@ -85,12 +103,13 @@ impl AdapterRows {
     /// # Errors
     /// An error of libtorch for a [`choice`](AdapterRows::choice) of fewer rows.
     pub fn narrow(&self, start: usize, len: usize) -> Result<AdapterRows> {
-        if let Some(choice) = &self.choice {
-            return Ok(choice.narrow(start, len)?.into());
-        }
+        let runs = match &self.0 {
+            Rows::Runs(runs) => runs,
+            Rows::Choice(choice) => return Ok(choice.narrow(start, len)?.into()),
+        };
         let end = start.saturating_add(len);
         let mut first = 0;
-        Ok(AdapterRows::new(self.runs.iter().map(|(count, name)| {
+        Ok(AdapterRows::new(runs.iter().map(|(count, name)| {
             let run = first..first + count;
             first = run.end;
             let inside = run.end.min(end).saturating_sub(run.start.max(start));
@@ -101,21 +120,23 @@ impl AdapterRows {
     /// Returns the adapters of these rows in this order, for a layer that computes only some rows, such as an expert.
     ///
     /// # Errors
-    /// [`Error::Shape`](overdrive_core::Error::Shape) for a row that there is not, or an error of libtorch.
+    /// [`Error::InvalidOption`](overdrive_core::Error::InvalidOption) for a row that there is not, or an error of libtorch.
     pub fn select(&self, rows: &[i64]) -> Result<AdapterRows> {
-        if let Some(choice) = &self.choice {
-            return Ok(choice.select(rows)?.into());
-        }
-        let ends = self.runs.iter().scan(0, |end, (count, _)| {
-            *end += *count as i64;
+        let runs = match &self.0 {
+            Rows::Runs(runs) => runs,
+            Rows::Choice(choice) => return Ok(choice.select(rows)?.into()),
+        };
+        let ends = runs.iter().scan(0, |end, (count, _)| {
+            *end += count;
             Some(*end)
         });
-        let ends: Vec<i64> = ends.collect();
+        let ends: Vec<usize> = ends.collect();
         let name = |row: &i64| {
-            let run = ends.partition_point(|end| end <= row);
-            let (_, name) = self.runs.get(run).ok_or_else(|| {
-                let expected = format!("below {}, the number of rows", self.len());
-                overdrive_core::Error::shape("row", vec![*row], expected)
+            let run = usize::try_from(*row).ok();
+            let run = run.and_then(|row| runs.get(ends.partition_point(|end| *end <= row)));
+            let (_, name) = run.ok_or_else(|| {
+                let expected = format!("at least 0 and below {}, the number of rows", self.len());
+                overdrive_core::Error::option("row", row, expected)
             })?;
             Ok((1, name.clone()))
         };
@@ -125,9 +146,8 @@ impl AdapterRows {
 
     /// Returns the names of the adapters.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        let chosen = self.choice.iter().flat_map(RowChoice::names);
-        let runs = self.runs.iter();
-        runs.filter_map(|(_, name)| name.as_deref()).chain(chosen)
+        let chosen = self.choice().into_iter().flat_map(RowChoice::names);
+        self.runs().filter_map(|(_, _, name)| name).chain(chosen)
     }
 
     /// Puts the rows in scope on this thread until the returned guard is dropped.
@@ -163,10 +183,7 @@ impl AdapterRows {
 
 impl From<RowChoice> for AdapterRows {
     fn from(choice: RowChoice) -> AdapterRows {
-        AdapterRows {
-            runs: Vec::new(),
-            choice: Some(choice),
-        }
+        AdapterRows(Rows::Choice(choice))
     }
 }
 

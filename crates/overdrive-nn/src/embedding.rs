@@ -34,8 +34,14 @@ enum Table {
 
 impl Embedding {
     /// Creates an embedding from a dense table `(V, D)`, which is shared, not copied.
-    pub fn dense(table: Tensor) -> Embedding {
-        Embedding(Table::Dense(table))
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for a table that is not a matrix.
+    pub fn dense(table: Tensor) -> Result<Embedding> {
+        if table.dim() != 2 {
+            return Err(overdrive_core::Error::shape("table", table.size(), "(V, D)").into());
+        }
+        Ok(Embedding(Table::Dense(table)))
     }
 
     /// Creates an embedding from a quantized table `(V, D)`. Looked-up vectors have the dtype `kind`.

@@ -1,3 +1,4 @@
+use overdrive_sys::autocast::WithoutFp8;
 use tch::Tensor;
 
 use crate::{Linear, LinearWeight, Result};
@@ -37,12 +38,14 @@ pub fn joint_forward(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
 }
 
 /// Computes what [`joint_forward`] does, but without active adapters: from the weights and biases that are
-/// [in use](Linear::in_use). An implementation of [`Adapter::forward_joint`](crate::Adapter::forward_joint)
+/// [in use](Linear::in_use), in bf16 in place of FP8 if any layer is [`without_fp8`](Linear::without_fp8). An implementation of [`Adapter::forward_joint`](crate::Adapter::forward_joint)
 /// adds its output to the result.
 ///
 /// # Errors
 /// As [`Linear::forward`].
 pub fn joint_base(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
+    let without_fp8 = layers.iter().any(|layer| !layer.has_fp8());
+    let _bf16 = without_fp8.then(WithoutFp8::enter);
     let in_use: Vec<(&LinearWeight, Option<&Tensor>)> =
         layers.iter().map(|layer| layer.in_use()).collect();
     let quantized = in_use.iter().map(|(weight, _)| match weight {

@@ -125,6 +125,10 @@ impl Linear {
         self
     }
 
+    pub(crate) fn has_fp8(&self) -> bool {
+        self.fp8
+    }
+
     /// Returns the name, or "" if the layer has none. It is shared, so that a caller can hold it while it
     /// changes the layer.
     pub fn name(&self) -> &Arc<str> {
@@ -207,19 +211,36 @@ impl Linear {
 
     /// Replaces the weight by another one of the same size and returns the old one. An adapter that was
     /// merged into the old weight counts as part of it from then on.
-    pub fn replace_weight(&mut self, weight: LinearWeight) -> LinearWeight {
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for a weight of another size.
+    pub fn replace_weight(&mut self, weight: LinearWeight) -> Result<LinearWeight> {
+        self.check_size(&weight)?;
         // Before the exchange, so that no forward pass uses a stale cache.
         if let Some(adapter) = &mut self.adapter {
             adapter.weight_replaced();
         }
-        std::mem::replace(&mut self.weight, weight)
+        Ok(std::mem::replace(&mut self.weight, weight))
     }
 
     /// Sets a copy of the weight in other memory. Unlike [`replace_weight`](Self::replace_weight) it leaves what adapters have
     /// computed from the weight.
-    pub fn move_weight(&mut self, copy: LinearWeight) {
-        debug_assert_eq!(copy.size(), self.weight.size());
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for a weight of another size.
+    pub fn move_weight(&mut self, copy: LinearWeight) -> Result<()> {
+        self.check_size(&copy)?;
         self.weight = copy;
+        Ok(())
+    }
+
+    fn check_size(&self, weight: &LinearWeight) -> Result<()> {
+        let (found, [outputs, inputs]) = (weight.size(), self.weight.size());
+        if found == [outputs, inputs] {
+            return Ok(());
+        }
+        let expected = format!("({outputs}, {inputs}), as the weight that it replaces");
+        Err(overdrive_core::Error::shape("weight", found, expected).into())
     }
 
     /// Returns the number of elements of the weight and the bias, before quantization.

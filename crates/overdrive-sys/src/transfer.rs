@@ -82,7 +82,7 @@ pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<CopyEvent> {
     Ok(CopyEvent { raw })
 }
 
-/// Returns an uninitialised tensor in page-locked host memory, from and to which a GPU copies asynchronously.
+/// Returns an uninitialized tensor in page-locked host memory, from and to which a GPU copies asynchronously.
 /// libtorch rounds such memory up to a power of two bytes and keeps it for later tensors.
 ///
 /// # Errors

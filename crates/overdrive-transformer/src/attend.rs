@@ -22,6 +22,19 @@ pub(crate) struct AttendOptions<'a> {
     pub(crate) sinks: Option<&'a Tensor>,
 }
 
+impl AttendOptions<'_> {
+    /// Returns the options of attention without a bound and sinks.
+    pub(crate) fn plain(implementation: AttentionImplementation, dropout: f64) -> Self {
+        AttendOptions {
+            implementation,
+            dropout,
+            scale: None,
+            softcap: None,
+            sinks: None,
+        }
+    }
+}
+
 /// The cache of a forward pass and the layer that uses it.
 pub(crate) type CachedLayer<'a, 'c> = (usize, &'a mut (dyn KvCache + 'c));
 
@@ -114,7 +127,7 @@ fn cached_options<'m>(
     let (window, mask) = match mask {
         Mask::Causal { window } => (*window, None),
         // An encoder has no cache, and a decoder's cache is of its own tokens.
-        Mask::All | Mask::BothWays { .. } => (None, None),
+        Mask::BothWays { .. } => (None, None),
         // The marks include the window.
         Mask::Marked(marked) => (None, Some(marked)),
         // `ForwardInput::shape` refuses sequences together with a cache.
@@ -161,7 +174,6 @@ fn with_backend(
             };
             return packed(query, key, value, sequences, &options);
         }
-        Mask::All => options,
         Mask::BothWays { sequences, window } => {
             let window = window.and_then(|window| usize::try_from(window).ok());
             let options = AttentionOptions {
@@ -231,7 +243,6 @@ fn sdpa(
     // A window of one query is a slice of the keys, which needs no mask.
     let last = |tensor: &Tensor, n: i64| tensor.f_narrow(2, keys - n, n);
     Ok(match mask {
-        Mask::All => run(key, value, None, false)?,
         Mask::Marked(marked) => run(key, value, Some(marked), false)?,
         Mask::BothWays {
             sequences: None,

@@ -259,15 +259,7 @@ impl RotaryAttention {
         let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
         let queries = self.shape.heads * d * if self.gated { 2 } else { 1 };
         let widths = [queries, kv_heads * d, kv_heads * d];
-        let [query, key, value] = if fused {
-            // One split instead of three slices: its backward is one concatenation.
-            let parts = self.qkv.forward_joint(x)?;
-            let parts = parts.f_split_with_sizes(widths.as_slice(), -1)?;
-            <[Tensor; 3]>::try_from(parts)
-                .unwrap_or_else(|_| unreachable!("three sizes give three parts"))
-        } else {
-            self.qkv.forward_each(x, widths)?
-        };
+        let [query, key, value] = self.qkv.split(x, widths, fused)?;
         let (query, gate) = match self.gated {
             false => (query, None),
             true => {

@@ -1,4 +1,3 @@
-use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_attention::PackedLengths;
@@ -9,22 +8,22 @@ use overdrive_quantization::{GgufFile, QuantizedWeight};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+use crate::checkpoint::CheckpointConfig;
 use crate::gpt2::Gpt2;
-use crate::init::initialise;
+use crate::init::initialize;
 use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
+use crate::model_parts::ModelParts;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::{
-    ModelTensors, ParameterMap, ParameterRole, allocate, handles, set_requires_grad,
-    set_training_of_layers,
+    ModelTensors, ParameterMap, allocate, handles, set_requires_grad, set_training_of_layers,
 };
-use crate::per_layer::PerLayerModel;
 use crate::quantize::join_quantized;
 use crate::vision::VisionTower;
 use crate::{
     Error, Execution, ForwardInput, ImageFeatures, LoadOptions, ModelConfig, ParameterSpec, Result,
-    SaveOptions, checkpoint, config,
+    SaveOptions, checkpoint,
 };
 
 /// The options of a new model.
@@ -84,7 +83,7 @@ pub(crate) enum Backbone {
 }
 
 impl CausalLm {
-    /// Makes a model with random parameters, initialised as in transformers: normal with the configuration's
+    /// Makes a model with random parameters, initialized as in transformers: normal with the configuration's
     /// `initializer_range` (GPT-2's residual projections scaled by depth), norms 1, biases 0. No parameter
     /// requires a gradient yet.
     ///
@@ -93,7 +92,7 @@ impl CausalLm {
     /// memory runs out.
     pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
         let model = CausalLm::empty(config, options.device, options.kind)?;
-        initialise(&model.parameters, &config.parameters(), options.seed)?;
+        initialize(&model.parameters, &config.parameters(), options.seed)?;
         Ok(model)
     }
 
@@ -139,12 +138,12 @@ impl CausalLm {
         if dir.is_file() {
             return CausalLm::from_gguf(dir, options);
         }
-        let mut config = ModelConfig::from_dir(dir)?;
+        let (mut config, is_text_of_multimodal) = ModelConfig::read(dir)?;
         config.check_causal()?;
         let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
-        model.is_text_of_multimodal = config::is_multimodal(dir)?;
+        model.is_text_of_multimodal = is_text_of_multimodal;
         Ok(model)
     }
 
@@ -260,9 +259,17 @@ impl CausalLm {
     /// Computes the hidden states, and the load of the experts if it `is_wanted`.
     fn hidden_states_and_load(
         &self,
-        mut input: ForwardInput<'_>,
+        input: ForwardInput<'_>,
         is_wanted: bool,
     ) -> Result<(Tensor, Option<ExpertLoad>)> {
+        let device = input.input_ids.device();
+        let mask = input.attention_mask.map(|mask| mask.f_to_device(device));
+        let mask = mask.transpose()?;
+        let mut input = ForwardInput {
+            attention_mask: mask.as_ref(),
+            cache: input.cache.map(|cache| &mut *cache as _),
+            ..input
+        };
         let shape = input.shape()?;
         if let Some(positions) = input.restarting_positions()? {
             // `shape` has refused packed sequences with a cache.
@@ -425,12 +432,6 @@ impl CausalLm {
         handles(&self.parameters)
     }
 
-    /// Removes a dense parameter from the list.
-    pub(crate) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
-        let index = self.parameters.iter().position(|(own, _)| own == name)?;
-        Some(self.parameters.remove(index).1)
-    }
-
     /// Returns the number of elements of all parameters, quantized ones included and adapters not; a tied head
     /// counts once.
     pub fn num_parameters(&self) -> i64 {
@@ -442,21 +443,12 @@ impl CausalLm {
     /// Returns the number of bytes of all parameters, dense and quantized, without adapters (transformers'
     /// `get_memory_footprint`). Tied parameters count once.
     pub fn memory_footprint(&self) -> usize {
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let mut all: usize = self
-            .parameters
-            .iter()
-            .map(|(_, tensor)| bytes(tensor))
-            .sum();
-        self.for_each_quantized(&mut |_, weight| all += weight.bytes());
-        all
+        ModelParts::bytes(self)
     }
 
     /// Returns `true` if any weight is quantized.
     pub fn is_quantized(&self) -> bool {
-        let mut any = false;
-        self.for_each_quantized(&mut |_, _| any = true);
-        any
+        self.any_quantized()
     }
 
     /// Returns `true` if a sequence has the same bits alone and beside others on a CPU, for any chunks of its prompt:
@@ -474,10 +466,7 @@ impl CausalLm {
             all &= linear.adapter().is_none()
                 && matches!(linear.weight(), LinearWeight::Quantized(weight) if weight.is_batch_invariant());
         };
-        match &self.backbone {
-            Backbone::Llama(model) => model.for_each_linear(&mut see),
-            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
-        }
+        self.backbone.for_each_linear(&mut see);
         let head = match self.head.weight() {
             LinearWeight::Quantized(weight) => weight.is_batch_invariant(),
             LinearWeight::Dense { weight, .. } => weight.kind() == Kind::Float,
@@ -485,60 +474,9 @@ impl CausalLm {
         all && head && self.head.adapter().is_none() && !is_grad_enabled()
     }
 
-    /// Visits each quantized weight with the name of its module; a table that the head shares is visited once, as
-    /// the embedding's.
-    pub(crate) fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
-        let table = self.quantized_embedding();
-        if let Some(table) = table {
-            let specs = self.config.parameters();
-            let embedding = specs.iter().find(|spec| self.quantizes_embedding(spec));
-            see(embedding.map_or("", ParameterSpec::module), table);
-        }
-        if let Backbone::Llama(model) = &self.backbone
-            && let Some((name, inputs)) = model.per_layer.as_ref().and_then(PerLayerModel::table)
-            && let Some(table) = inputs.quantized_table()
-        {
-            see(name, table);
-        }
-        // A tied head shares the embedding's table, which was lent above.
-        let mut see = |linear: &Linear| {
-            if let LinearWeight::Quantized(weight) = linear.weight()
-                && !table.is_some_and(|table| table.shares_storage_with(weight))
-            {
-                see(linear.name(), weight);
-            }
-        };
-        match &self.backbone {
-            Backbone::Llama(model) => model.for_each_linear(&mut see),
-            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
-        }
-        see(&self.head);
-    }
-
-    /// Returns the table of the inputs of layers with its name, if the model has one.
-    pub(crate) fn layer_inputs_mut(&mut self) -> Option<(&'static str, &mut Embedding)> {
-        match &mut self.backbone {
-            Backbone::Llama(model) => model.per_layer.as_mut()?.table_mut(),
-            Backbone::Gpt2(_) => None,
-        }
-    }
-
     /// Returns the names of the adapters of all layers, active or not, in the order of their first layer.
     pub fn adapter_names(&self) -> Vec<String> {
-        let mut names: Vec<String> = Vec::new();
-        let mut see = |linear: &Linear| {
-            for name in linear.adapter().map_or(Vec::new(), |own| own.names()) {
-                if !names.iter().any(|own| own == name) {
-                    names.push(name.to_owned());
-                }
-            }
-        };
-        match &self.backbone {
-            Backbone::Llama(model) => model.for_each_linear(&mut see),
-            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
-        }
-        see(&self.head);
-        names
+        self.names_of_adapters()
     }
 
     /// Returns the table of token embeddings `(V, C)` if it is quantized; `AdapterHost::visit_parameters` lends
@@ -547,40 +485,11 @@ impl CausalLm {
         self.embedding().quantized_table()
     }
 
-    /// Returns `true` if `spec` is the embedding, and the embedding is quantized.
-    pub(crate) fn quantizes_embedding(&self, spec: &ParameterSpec) -> bool {
-        spec.role == ParameterRole::Embedding && self.quantized_embedding().is_some()
-    }
-
     pub(crate) fn embedding(&self) -> &Embedding {
         match &self.backbone {
             Backbone::Llama(model) => &model.embedding,
             Backbone::Gpt2(model) => &model.embedding,
         }
-    }
-
-    pub(crate) fn embedding_mut(&mut self) -> &mut Embedding {
-        match &mut self.backbone {
-            Backbone::Llama(model) => &mut model.embedding,
-            Backbone::Gpt2(model) => &mut model.embedding,
-        }
-    }
-
-    /// Unties the head in the configuration.
-    pub(crate) fn untie(&mut self) {
-        self.config.set_tied(false);
-    }
-
-    /// Inserts dense parameters into the list, in the order of the configuration.
-    pub(crate) fn put_dense(&mut self, tensors: Vec<(String, Tensor)>) {
-        let specs = self.config.parameters();
-        // One map for all of them: a model with experts has tens of thousands.
-        let names = specs.iter().map(|spec| spec.name.as_str());
-        let order: HashMap<&str, usize> = names.zip(0..).collect();
-        self.parameters.extend(tensors);
-        // `named_parameters` has transformers' order, so appending alone would not do.
-        self.parameters
-            .sort_by_key(|(name, _)| order.get(name.as_str()).copied());
     }
 
     /// Sets whether every dense parameter requires a gradient.
@@ -748,6 +657,68 @@ impl CausalLm {
             });
         }
         Ok(())
+    }
+}
+
+impl Backbone {
+    /// Lends each linear layer of the blocks.
+    fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
+        match self {
+            Backbone::Llama(model) => model.for_each_linear(see),
+            Backbone::Gpt2(model) => model.for_each_linear(see),
+        }
+    }
+}
+
+impl ModelParts for CausalLm {
+    fn specs(&self) -> Vec<ParameterSpec> {
+        self.config.parameters()
+    }
+
+    fn dense(&self) -> &Vec<(String, Tensor)> {
+        &self.parameters
+    }
+
+    fn dense_mut(&mut self) -> &mut Vec<(String, Tensor)> {
+        &mut self.parameters
+    }
+
+    fn table(&self) -> &Embedding {
+        self.embedding()
+    }
+
+    fn table_mut(&mut self) -> &mut Embedding {
+        match &mut self.backbone {
+            Backbone::Llama(model) => &mut model.embedding,
+            Backbone::Gpt2(model) => &mut model.embedding,
+        }
+    }
+
+    fn layer_inputs(&self) -> Option<(&'static str, &Embedding)> {
+        match &self.backbone {
+            Backbone::Llama(model) => model.per_layer.as_ref()?.table(),
+            Backbone::Gpt2(_) => None,
+        }
+    }
+
+    fn layer_inputs_mut(&mut self) -> Option<(&'static str, &mut Embedding)> {
+        match &mut self.backbone {
+            Backbone::Llama(model) => model.per_layer.as_mut()?.table_mut(),
+            Backbone::Gpt2(_) => None,
+        }
+    }
+
+    fn tied_head(&self) -> Option<&'static str> {
+        self.config.tied_head()
+    }
+
+    fn untie(&mut self) {
+        self.config.set_tied(false);
+    }
+
+    fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
+        self.backbone.for_each_linear(see);
+        see(&self.head);
     }
 }
 

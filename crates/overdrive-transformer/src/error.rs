@@ -1,3 +1,4 @@
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use crate::checkpoint::CheckpointProblems;
@@ -117,6 +118,21 @@ pub enum Error {
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Tch(#[from] tch::TchError),
+}
+
+impl Error {
+    /// Returns the error for a `key` whose value this crate does not implement.
+    pub(crate) fn unsupported(
+        key: impl Into<String>,
+        found: impl Display,
+        supported: impl Into<String>,
+    ) -> Error {
+        Error::Unsupported {
+            key: key.into(),
+            found: found.to_string(),
+            supported: supported.into(),
+        }
+    }
 }
 
 /// The result of this crate's functions.

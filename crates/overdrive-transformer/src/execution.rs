@@ -2,6 +2,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use overdrive_checkpointing::{CheckpointOptions, Schedule};
+use overdrive_core::Error;
 use serde::{Deserialize, Serialize};
 
 /// The implementations that compute a model. The results differ only by rounding.
@@ -87,18 +88,20 @@ impl fmt::Display for AttentionImplementation {
 }
 
 impl FromStr for AttentionImplementation {
-    type Err = String;
+    type Err = Error;
 
     /// Reads the names of transformers; `flash`, `flash_attention` and `flash_attention_3` are accepted, too.
-    fn from_str(name: &str) -> Result<Self, String> {
+    fn from_str(name: &str) -> Result<Self, Error> {
         match name {
             "eager" => Ok(Self::Eager),
             "sdpa" => Ok(Self::Sdpa),
             "flash" | "flash_attention" | "flash_attention_2" | "flash_attention_3" => {
                 Ok(Self::Flash)
             }
-            other => Err(format!(
-                "{other:?} is not an attention implementation; use eager, sdpa or flash_attention_2"
+            other => Err(Error::option(
+                "attn_implementation",
+                format!("{other:?}"),
+                "eager, sdpa or flash_attention_2",
             )),
         }
     }

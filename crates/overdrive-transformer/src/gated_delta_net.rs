@@ -233,10 +233,10 @@ impl Projections {
         let (mixed, values) = (heads.width(), heads.values * heads.value_dim);
         match self {
             Projections::ByKind(joint) => {
-                split(joint, x, [mixed, values, heads.values, heads.values], fused)
+                joint.split(x, [mixed, values, heads.values, heads.values], fused)
             }
             Projections::ByKeyHead(joint) => {
-                let [all, ba] = split(joint, x, [mixed + values, 2 * heads.values], fused)?;
+                let [all, ba] = joint.split(x, [mixed + values, 2 * heads.values], fused)?;
                 // The heads of values that share a head of keys.
                 let shared = heads.values / heads.keys;
                 let group = shared * heads.value_dim;
@@ -260,24 +260,6 @@ impl Projections {
             }
         }
     }
-}
-
-/// Computes the outputs of layers with one input.
-fn split<const N: usize>(
-    joint: &JointLinear,
-    x: &Tensor,
-    widths: [i64; N],
-    fused: bool,
-) -> Result<[Tensor; N]> {
-    if !fused {
-        return joint.forward_each(x, widths);
-    }
-    let parts = joint
-        .forward_joint(x)?
-        .f_split_with_sizes(widths.as_slice(), -1)?;
-    parts.try_into().map_err(|_| {
-        overdrive_core::Error::internal("a joint projection was not split into its parts").into()
-    })
 }
 
 /// Computes the recurrence from states of zeros, `(B, T, H, D_v)`.

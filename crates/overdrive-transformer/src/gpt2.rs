@@ -1,10 +1,11 @@
-use overdrive_checkpointing::{Shared, checkpoint_with};
+use overdrive_checkpointing::Shared;
 use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
 
 use crate::activation_names::activation_named;
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
+use crate::block_groups::run_blocks;
 use crate::input::{ForwardInput, Shape};
 use crate::layer_norm::LayerNorm;
 use crate::mask::Mask;
@@ -148,26 +149,9 @@ impl Gpt2 {
             residual_dropout: dropout(self.config.resid_pdrop),
         };
         let tokens = self.embedding.forward(input.input_ids)?;
-        let mut x = dropped(tokens.f_add(&positions)?, dropout(self.config.embd_pdrop))?;
-        for group in execution.checkpointing.groups(self.blocks.len())? {
-            // With a cache a second run would append the tokens twice.
-            if group.checkpointed && input.cache.is_none() {
-                let members = self.blocks[group.blocks].to_vec();
-                let context = context.share();
-                x = checkpoint_with(&[&x], &execution.checkpoint_options, move |inputs| {
-                    let mut x = inputs[0].shallow_clone();
-                    for block in &members {
-                        x = block.with(|block| block.forward(&x, &context, None))?;
-                    }
-                    Ok(x)
-                })?;
-                continue;
-            }
-            for layer in group.blocks {
-                let cache = input.cache.as_deref_mut().map(|cache| (layer, cache));
-                x = self.blocks[layer].with(|block| block.forward(&x, &context, cache))?;
-            }
-        }
+        let x = dropped(tokens.f_add(&positions)?, dropout(self.config.embd_pdrop))?;
+        let cache = input.cache.as_deref_mut();
+        let x = run_blocks(&self.blocks, x, context, execution, cache, Block::forward)?;
         // Selected before the norm, which is then computed for the wanted positions only.
         self.norm.forward(&input.logits.select(&x)?)
     }
@@ -233,15 +217,6 @@ struct Context {
     residual_dropout: f64,
 }
 
-impl Context {
-    fn share(&self) -> Context {
-        Context {
-            mask: self.mask.share(),
-            ..*self
-        }
-    }
-}
-
 pub(crate) fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
     Ok(if p > 0.0 { x.f_dropout(p, true)? } else { x })
 }
@@ -292,11 +267,8 @@ impl Block {
         cache: Option<CachedLayer<'_, '_>>,
     ) -> Result<Tensor> {
         let options = AttendOptions {
-            implementation: context.implementation,
-            dropout: context.attention_dropout,
             scale: self.scale,
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(context.implementation, context.attention_dropout)
         };
         let qkv = self
             .qkv

@@ -46,7 +46,7 @@ const CHUNK: i64 = 1 << 20;
 /// Random values depend on the seed and the parameter's name alone: they are the same on every device, and
 /// neither use nor disturb libtorch's global generator. They are drawn on all cores, a parameter on each, because the
 /// start of a large model would otherwise wait for one core; only the calling thread calls libtorch.
-pub(crate) fn initialise(
+pub(crate) fn initialize(
     parameters: &[(String, Tensor)],
     specs: &[ParameterSpec],
     seed: u64,
@@ -147,7 +147,7 @@ mod tests {
             let spec = ParameterSpec::new(name.to_owned(), &[200_000], init, ParameterRole::Other);
             let parameter = Tensor::zeros([200_000], (Kind::Float, Device::Cpu));
             let named = [(name.to_owned(), parameter.shallow_clone())];
-            initialise(&named, &[spec], seed).unwrap();
+            initialize(&named, &[spec], seed).unwrap();
             Vec::<f64>::try_from(parameter.to_kind(Kind::Double)).unwrap()
         };
         let values = draw(1, "a");

@@ -142,11 +142,8 @@ impl LatentAttention {
         let fused = step.execution.fused_kernels;
         let [plain, rotated, latent, key] = self.project(x, &step)?;
         let options = AttendOptions {
-            implementation: step.execution.attention,
-            dropout: step.dropout,
             scale: Some(self.scale),
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(step.execution.attention, step.dropout)
         };
         let mixed = match step.cache {
             None => {
@@ -162,13 +159,9 @@ impl LatentAttention {
                     // The adapter's product is computed for each token that the cache holds.
                     let appended = cache.append(step.layer, &row, &row);
                     let mut view = appended.map_err(|error| match error {
-                        CacheError::NotDense { cache } => Error::Unsupported {
-                            key: "target_modules".to_owned(),
-                            found: "`kv_b_proj`".to_owned(),
-                            supported: format!(
+                        CacheError::NotDense { cache } => Error::unsupported("target_modules", "`kv_b_proj`", format!(
                                 "all other layers over {cache}; merge the adapter into the weights to use it there"
-                            ),
-                        },
+                            )),
                         other => other.into(),
                     })?;
                     let [rank, rope] = [self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim];

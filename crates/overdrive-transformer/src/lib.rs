@@ -122,6 +122,7 @@ mod activation_names;
 mod adapter_host;
 mod attend;
 mod attention;
+mod block_groups;
 mod causal_lm;
 mod checkpoint;
 mod config;
@@ -140,6 +141,7 @@ mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
+mod model_parts;
 mod moe;
 mod norm;
 mod parallel_block;
@@ -164,9 +166,8 @@ pub use config::{
     T5Config, VisionConfig, Yarn,
 };
 pub use encoder::{
-    BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
-    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead,
-    ProblemType, SequenceClassifier,
+    BaseHead, ClassifierHead, Encoder, EncoderConfig, EncoderFamily, EncoderHead, EncoderInput,
+    EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead, ProblemType, SequenceClassifier,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

@@ -10,8 +10,6 @@ pub(crate) enum Mask {
     /// The keys up to the query's own position, the last query being the last key's; with a window the query's
     /// own key and the `window - 1` before it.
     Causal { window: Option<i64> },
-    /// All keys, those after the query too: an encoder's, or an encoder's states seen by a decoder.
-    All,
     /// The keys of the query's own sequence, those after the query too; with a window the query's own key and `window`
     /// keys on each side.
     BothWays {
@@ -56,44 +54,31 @@ impl Mask {
         };
         let device = input.input_ids.device();
         // Of any dtype: booleans, integers and floats all mark padding by 0.
-        let real = padding.f_to_device(device)?.f_ne(0)?;
+        let real = padding.f_ne(0)?;
         let allowed = band(tokens, keys, window, device)?;
         let padded = real.f_unsqueeze(1)?.f_unsqueeze(1)?;
         Ok(Mask::Marked(allowed.f_logical_and(&padded)?))
     }
 
-    /// Makes the mask of a forward pass without a cache in which tokens attend to those after them, too: to all, or to
-    /// `window` tokens on each side. Its caller, `EmbeddingModel`, packs sequences, so there is no padding.
+    /// All keys, those after the query too: an encoder's states seen by a decoder.
+    pub(crate) const ALL: Mask = Mask::BothWays {
+        sequences: None,
+        window: None,
+    };
+
+    /// Makes the mask of rows of `tokens` without padding in which tokens attend to those after them, too: to all of their
+    /// sequence, or to `window` tokens on each side.
     pub(crate) fn bidirectional(
-        input: &ForwardInput<'_>,
-        shape: Shape,
+        sequences: Option<&PackedLengths>,
+        tokens: i64,
         window: Option<i64>,
     ) -> Mask {
-        let tokens = shape.tokens;
-        let longest = input
-            .sequences
-            .map_or(tokens, PackedLengths::longest_queries);
+        let longest = sequences.map_or(tokens, PackedLengths::longest_queries);
         // A window that reaches the farthest token changes nothing, and kernels without one are faster.
         let window = window.filter(|&window| window < longest - 1);
         Mask::BothWays {
-            sequences: input.sequences.cloned(),
+            sequences: sequences.cloned(),
             window,
-        }
-    }
-
-    pub(crate) fn share(&self) -> Mask {
-        match self {
-            Mask::Causal { window } => Mask::Causal { window: *window },
-            Mask::All => Mask::All,
-            Mask::BothWays { sequences, window } => Mask::BothWays {
-                sequences: sequences.clone(),
-                window: *window,
-            },
-            Mask::Marked(marked) => Mask::Marked(marked.shallow_clone()),
-            Mask::Packed { sequences, window } => Mask::Packed {
-                sequences: sequences.clone(),
-                window: *window,
-            },
         }
     }
 }

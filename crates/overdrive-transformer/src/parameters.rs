@@ -55,23 +55,6 @@ pub(crate) fn handles(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> 
     parameters.iter().map(share).collect()
 }
 
-/// Replaces the weight of the linear layer `module`, if the model has it.
-pub(crate) fn replace_weight(
-    model: &mut dyn AdapterHost,
-    module: &str,
-    weight: QuantizedWeight,
-) -> Result<()> {
-    let mut weight = Some(weight);
-    Ok(model.visit_linears(&mut |name, linear| {
-        if name == module
-            && let Some(weight) = weight.take()
-        {
-            let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
-        }
-        Ok(())
-    })?)
-}
-
 /// Returns `true` for a tensor that training never changes: a buffer in transformers, such as the corrections of a
 /// router (DeepSeek-V3) or the factor of a layer (Gemma 4).
 fn is_buffer(name: &str) -> bool {
@@ -125,7 +108,7 @@ impl ParameterSpec {
     }
 }
 
-/// Allocates the parameters `specs` in the dtypes `kinds`, uninitialised. Those of a group, if they are of one
+/// Allocates the parameters `specs` in the dtypes `kinds`, uninitialized. Those of a group, if they are of one
 /// dtype, are slices of one tensor, so that a joint matmul reads them without a copy.
 pub(crate) fn allocate(
     specs: Vec<ParameterSpec>,
@@ -238,7 +221,7 @@ impl ParameterMap {
     pub(crate) fn take_embedding(&mut self, name: &str) -> Result<Embedding> {
         match self.take_quantized(name) {
             Some(table) => Ok(Embedding::quantized(table, self.kind)?),
-            None => Ok(Embedding::dense(self.take(&format!("{name}.weight"))?)),
+            None => Ok(Embedding::dense(self.take(&format!("{name}.weight"))?)?),
         }
     }
 

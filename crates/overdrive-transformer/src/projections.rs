@@ -101,25 +101,21 @@ impl JointLinear {
         outputs.sum::<i64>().unsigned_abs() as usize
     }
 
-    /// Computes the outputs of these `widths` one by one, with libtorch's operator for dense weights. If the model has
-    /// one joint layer, its output is split.
-    pub(crate) fn forward_each<const N: usize>(
+    /// Computes the outputs of these `widths`, in one matmul if `fused`.
+    pub(crate) fn split<const N: usize>(
         &self,
         x: &Tensor,
         widths: [i64; N],
+        fused: bool,
     ) -> Result<[Tensor; N]> {
-        let each = self.0.iter().map(|linear| linear.forward_with(x, false));
-        let mut each: Vec<Tensor> = each.collect::<overdrive_nn::Result<_>>()?;
-        if let [joint] = each.as_slice() {
-            each = joint.f_split_with_sizes(widths.as_slice(), -1)?;
-        }
-        each.try_into().map_err(|each: Vec<_>| {
-            let count = each.len();
-            Error::internal(format!("{count} joint layers instead of {N}")).into()
+        let parts = self.forward_split(x, &widths, fused)?;
+        parts.try_into().map_err(|parts: Vec<_>| {
+            let count = parts.len();
+            Error::internal(format!("{count} outputs instead of {N}")).into()
         })
     }
 
-    /// Computes the outputs of these `widths`, in one matmul if `fused`.
+    /// Computes [`split`](Self::split) for a number of outputs that only the model knows.
     pub(crate) fn forward_split(
         &self,
         x: &Tensor,
@@ -128,6 +124,7 @@ impl JointLinear {
     ) -> Result<Vec<Tensor>> {
         let joint = match self.0.as_slice() {
             [joint] => joint.forward_with(x, fused)?,
+            // One split instead of slices: its backward is one concatenation.
             _ if fused => self.forward_joint(x)?,
             each => {
                 let each = each.iter().map(|linear| linear.forward_with(x, false));

@@ -1,11 +1,13 @@
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
-use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_quantization::{Activations, QuantizedWeight, Scheme, adjacent};
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use crate::causal_lm::CausalLm;
-use crate::parameters::{ParameterRole, replace_weight};
+use crate::checkpoint::CheckpointConfig;
+use crate::model_parts::{ModelParts, Pack};
+use crate::parameters::ParameterRole;
 use crate::{ParameterSpec, Result};
 
 /// The weights of a model that are quantized, and their schemes.
@@ -90,33 +92,8 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::quantize`], and those of `pack`.
-    pub fn quantize_with(
-        &mut self,
-        options: &QuantizeOptions,
-        pack: &mut dyn FnMut(
-            &str,
-            &Tensor,
-            Scheme,
-        ) -> overdrive_quantization::Result<QuantizedWeight>,
-    ) -> Result<()> {
-        let tied = self.config().tie_word_embeddings();
-        for spec in self.config().parameters() {
-            let Some(scheme) = options.scheme_of(&spec, tied) else {
-                continue;
-            };
-            let Some(dense) = self.take_dense(&spec.name) else {
-                // The weight is quantized already.
-                continue;
-            };
-            let name = match spec.role {
-                ParameterRole::Embedding => "lm_head",
-                _ => spec.module(),
-            };
-            let weight = pack(name, &as_rows(&dense, &spec)?, scheme)?;
-            // Freed before the next weight is quantized: the peak is one dense weight above the result.
-            drop(dense);
-            self.set_quantized(&spec, weight)?;
-        }
+    pub fn quantize_with(&mut self, options: &QuantizeOptions, pack: Pack<'_>) -> Result<()> {
+        self.quantize_layers(options, pack)?;
         match self.device().is_cuda() {
             true => self.join_quantized(),
             false => Ok(()),
@@ -125,25 +102,31 @@ impl CausalLm {
 
     /// Moves quantized weights that one matmul can compute next to one another in memory, one group after another.
     fn join_quantized(&mut self) -> Result<()> {
-        for group in self.config().adjacent() {
-            let mut weights = HashMap::new();
-            self.visit_linears(&mut |name, linear| {
-                let is_in = |own: &String| own.strip_suffix(".weight") == Some(name);
-                if let LinearWeight::Quantized(weight) = linear.weight()
-                    && group.iter().any(is_in)
-                {
-                    weights.insert(name.to_owned(), weight.shallow_clone());
-                }
-                Ok(())
-            })?;
-            join_quantized(&mut weights, std::slice::from_ref(&group))?;
-            self.visit_linears(&mut |name, linear| {
+        let groups = self.config().adjacent();
+        let group_of: HashMap<&str, &Vec<String>> = groups
+            .iter()
+            .flat_map(|group| group.iter().map(move |name| (name, group)))
+            .filter_map(|(name, group)| Some((name.strip_suffix(".weight")?, group)))
+            .collect();
+        let mut weights = HashMap::new();
+        self.visit_linears(&mut |name, linear| {
+            if let LinearWeight::Quantized(weight) = linear.weight()
+                && group_of.contains_key(name)
+            {
+                weights.insert(name.to_owned(), weight.shallow_clone());
+            }
+            Ok(())
+        })?;
+        self.visit_linears(&mut |name, linear| {
+            if let Some(group) = group_of.get(name) {
+                // Nothing after the first layer of the group, which has taken its weight.
+                join_quantized(&mut weights, std::slice::from_ref(*group))?;
                 if let Some(weight) = weights.remove(name) {
-                    linear.move_weight(LinearWeight::Quantized(weight));
+                    linear.move_weight(LinearWeight::Quantized(weight))?;
                 }
-                Ok(())
-            })?;
-        }
+            }
+            Ok(())
+        })?;
         Ok(())
     }
 
@@ -155,59 +138,7 @@ impl CausalLm {
     /// An error of libtorch when memory runs out; [`overdrive_nn::Error::InUse`] while a graph needs the
     /// weights.
     pub fn dequantize(&mut self) -> Result<()> {
-        let kind = self.kind();
-        let specs = self.config().parameters();
-        let table = specs.iter().find(|spec| self.quantizes_embedding(spec));
-        // A handle, as the visit below borrows the model.
-        let packed = self
-            .quantized_embedding()
-            .map(QuantizedWeight::shallow_clone);
-        let conv1d = specs
-            .iter()
-            .filter(|spec| spec.role == ParameterRole::Conv1d);
-        let conv1d: HashSet<&str> = conv1d.map(ParameterSpec::module).collect();
-        let (mut dense, mut shared) = (Vec::new(), None);
-        self.visit_linears(&mut |name, linear| {
-            let LinearWeight::Quantized(weight) = linear.weight() else {
-                return Ok(());
-            };
-            let is_table = packed
-                .as_ref()
-                .is_some_and(|table| table.shares_storage_with(weight));
-            let (weight, transposed) = (weight.dequantize(kind)?, conv1d.contains(name));
-            let weight = match transposed {
-                // `Conv1D` has its weight as `(I, O)`, and a file takes contiguous tensors only.
-                true => weight.f_tr()?.f_contiguous()?,
-                false => weight,
-            };
-            match is_table {
-                true => shared = Some(weight.shallow_clone()),
-                false => dense.push((format!("{name}.weight"), weight.shallow_clone())),
-            }
-            let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed });
-            Ok(())
-        })?;
-        if let (Some(spec), Some(packed)) = (table, packed) {
-            let weight = match shared {
-                Some(weight) => weight,
-                None => packed.dequantize(kind)?,
-            };
-            *self.embedding_mut() = Embedding::dense(weight.shallow_clone());
-            dense.push((spec.name.clone(), weight));
-        }
-        if let Some((name, table)) = self.layer_inputs_mut()
-            && let Some(packed) = table.quantized_table()
-        {
-            let weight = packed.dequantize(kind)?;
-            *table = Embedding::dense(weight.shallow_clone());
-            dense.push((format!("{name}.weight"), weight));
-        }
-        if dense.iter().any(|(name, _)| name == "lm_head.weight") {
-            // The head is dense now and no longer the embedding, if it ever was.
-            self.untie();
-        }
-        self.put_dense(dense);
-        Ok(())
+        self.dequantize_layers()
     }
 
     /// Sets the dtype of the activations in matrix products with quantized weights, where the scheme leaves a choice:
@@ -220,34 +151,20 @@ impl CausalLm {
         self.visit_linears(&mut |_, linear| {
             if let LinearWeight::Quantized(weight) = linear.weight() {
                 let weight = weight.shallow_clone().with_activations(activations)?;
-                let _same = linear.replace_weight(LinearWeight::Quantized(weight));
+                let _same = linear.replace_weight(LinearWeight::Quantized(weight))?;
             }
             Ok(())
         })?;
         Ok(())
     }
-
-    fn set_quantized(&mut self, spec: &ParameterSpec, weight: QuantizedWeight) -> Result<()> {
-        let wanted = match spec.role {
-            ParameterRole::Embedding => {
-                let kind = self.kind();
-                // A tied head gets the same table below, so the two share one copy.
-                *self.embedding_mut() = Embedding::quantized(weight.shallow_clone(), kind)?;
-                "lm_head"
-            }
-            _ => spec.module(),
-        };
-        replace_weight(self, wanted, weight)
-    }
 }
 
-/// Quantizes the dense weight of `spec` with a row for each output, whatever its layout.
 /// Moves the weights of each of the `groups` of parameters next to one another in memory, if all of them are quantized and
 /// one weight can stand for them.
 pub(crate) fn join_quantized(
     weights: &mut HashMap<String, QuantizedWeight>,
     groups: &[Vec<String>],
-) -> Result<()> {
+) -> overdrive_quantization::Result<()> {
     for group in groups {
         let names = group.iter().filter_map(|name| name.strip_suffix(".weight"));
         let own = names.clone().map(|name| weights.get(name));
@@ -263,6 +180,7 @@ pub(crate) fn join_quantized(
     Ok(())
 }
 
+/// Quantizes the dense weight of `spec` with a row for each output, whatever its layout.
 pub(crate) fn quantize_parameter(
     dense: &Tensor,
     spec: &ParameterSpec,
@@ -272,12 +190,15 @@ pub(crate) fn quantize_parameter(
 }
 
 /// Returns the weight of `spec` in fp32 with a row for each output, whatever its layout.
-fn as_rows(dense: &Tensor, spec: &ParameterSpec) -> Result<Tensor> {
+pub(crate) fn as_rows(
+    dense: &Tensor,
+    spec: &ParameterSpec,
+) -> std::result::Result<Tensor, TchError> {
     let dense = match spec.role {
         ParameterRole::Conv1d => dense.f_tr()?.f_contiguous()?,
         _ => dense.shallow_clone(),
     };
-    Ok(dense.f_to_kind(Kind::Float)?)
+    dense.f_to_kind(Kind::Float)
 }
 
 #[cfg(test)]

@@ -5,13 +5,16 @@
 
 use overdrive_fused::rows;
 use overdrive_kernels::{InstructionSet, Kernel, Simd, each_vector, load, math, store};
+use overdrive_sys::engine::is_grad_enabled;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
 /// Returns `true` if the functions below take tensors like `x`.
 fn applies(x: &Tensor) -> bool {
-    x.device() == Device::Cpu && x.kind() == Kind::Float && !x.requires_grad()
+    // A trained parameter requires a gradient in inference, too.
+    let is_recorded = is_grad_enabled() && x.requires_grad();
+    x.device() == Device::Cpu && x.kind() == Kind::Float && !is_recorded
 }
 
 /// Computes `x · sigmoid(gate)`.
@@ -34,11 +37,13 @@ pub(crate) fn sigmoid(x: &Tensor, fused: bool) -> Result<Tensor> {
 /// Multiplies each element by the sigmoid of its gate, and returns them in the shape of the gates.
 fn with_gates(mut x: Vec<f32>, gate: &Tensor) -> Result<Tensor> {
     let gate = gate.f_contiguous()?;
-    InstructionSet::best().run(Gate {
-        x: &mut x,
-        gate: rows::elements(&gate)?,
-    });
+    scale_by_sigmoids(&mut x, rows::elements(&gate)?);
     Ok(Tensor::f_from_slice(&x)?.f_view(gate.size().as_slice())?)
+}
+
+/// Multiplies each element of `x` by the sigmoid of its gate.
+pub(crate) fn scale_by_sigmoids(x: &mut [f32], gate: &[f32]) {
+    InstructionSet::best().run(Gate { x, gate });
 }
 
 struct Gate<'a> {
@@ -79,17 +84,15 @@ pub(crate) fn decay_and_rate(
         return Ok([factor.f_mul(&speed)?, rate.f_sigmoid()?]);
     }
     let size = speed.size();
-    let (speed, rate) = (speed.f_contiguous()?, rate.f_contiguous()?);
+    let speed = speed.f_contiguous()?;
     let (bias, factor) = (bias.f_contiguous()?, factor.f_contiguous()?);
     let heads = rows::elements(&bias)?.iter().zip(rows::elements(&factor)?);
     let speeds = rows::elements(&speed)?.iter();
     let decay = speeds
         .zip(heads.cycle())
         .map(|(speed, (bias, factor))| factor * softplus(speed + bias));
-    let rates = rows::elements(&rate)?.iter();
-    let rates = rates.map(|rate| 1.0 / (1.0 + (-rate).exp()));
-    let tensor = |values: Vec<f32>| Tensor::f_from_slice(&values)?.f_view(size.as_slice());
-    Ok([tensor(decay.collect())?, tensor(rates.collect())?])
+    let decay = Tensor::f_from_slice(&decay.collect::<Vec<f32>>())?.f_view(size.as_slice())?;
+    Ok([decay, with_gates(vec![1.0; rate.numel()], rate)?])
 }
 
 /// Computes `log(1 + exp(x))`, beyond 20 as `x`, as libtorch does.
@@ -131,5 +134,9 @@ mod tests {
             assert_eq!(of_row, decay.narrow(0, row, 1));
             assert_eq!(rate_of_row, rate.narrow(0, row, 1));
         }
+        // In inference with a trained parameter, too.
+        let trained = bias.set_requires_grad(true);
+        let inferred = tch::no_grad(|| decay_and_rate([&x, &x], [&trained, &a_log], true).unwrap());
+        assert_eq!(inferred, [decay, rate]);
     }
 }

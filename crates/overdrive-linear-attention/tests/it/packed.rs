@@ -127,3 +127,61 @@ fn the_convolution_of_packed_sequences_does_not_cross_their_bounds() {
         assert!(difference(&bias.grad(), &bias_alone.grad()) < 1e-4);
     }
 }
+
+#[test]
+fn inputs_may_be_views_of_the_pool_that_is_updated() {
+    let slots = [1i64, 0];
+    let offsets = [0, 4, 6];
+    for backend in BACKENDS {
+        let all = Owned::random(2, &[6], SHAPE, Kind::Float);
+        let start = random(3, &[2, 4, 8, 6], Kind::Float);
+        let run = |shares: bool| {
+            let mut states = start.copy();
+            let pool = if shares {
+                states.shallow_clone()
+            } else {
+                start.copy()
+            };
+            let flat = pool.view([-1]);
+            let own = Owned {
+                key: flat.narrow(0, 0, 6 * 2 * 8).view([6, 2, 8]),
+                value: flat.narrow(0, 100, 6 * 4 * 6).view([6, 4, 6]),
+                ..all.map(Tensor::shallow_clone)
+            };
+            let options = options(backend);
+            let output =
+                gated_delta_rule_update(own.inputs(), &mut states, &slots, &offsets, &options);
+            (output.unwrap(), states)
+        };
+        assert_eq!(run(true), run(false), "{backend:?}");
+
+        let options = CausalConv1dOptions {
+            backend,
+            ..CausalConv1dOptions::default()
+        };
+        let start = random(4, &[2, 18, 3], Kind::Float);
+        let run = |shares: bool| {
+            let mut states = start.copy();
+            let pool = if shares {
+                states.shallow_clone()
+            } else {
+                start.copy()
+            };
+            let flat = pool.view([-1]);
+            let x = flat.narrow(0, 0, 6 * 18).view([6, 18]);
+            let weight = flat.narrow(0, 20, 18 * 4).view([18, 4]);
+            let bias = flat.narrow(0, 50, 18);
+            let y = causal_conv1d_update(
+                &x,
+                &weight,
+                Some(&bias),
+                &mut states,
+                &slots,
+                &offsets,
+                &options,
+            );
+            (y.unwrap(), states)
+        };
+        assert_eq!(run(true), run(false), "{backend:?}");
+    }
+}

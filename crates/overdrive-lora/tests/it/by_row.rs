@@ -80,7 +80,9 @@ fn each_row_is_computed_with_its_adapter() {
                     panic!("{linear:?}");
                 };
                 let weight = QuantizedWeight::quantize(weight, "int8".parse().unwrap()).unwrap();
-                linear.replace_weight(LinearWeight::Quantized(weight));
+                linear
+                    .replace_weight(LinearWeight::Quantized(weight))
+                    .unwrap();
             }
         }
         let last = if dora { "dora" } else { "a" };

@@ -133,7 +133,7 @@ fn unsupported_keys_are_refused_by_name() {
 }
 
 #[test]
-fn the_options_of_initialisations_are_read_with_their_method() {
+fn the_options_of_initializations_are_read_with_their_method() {
     let loftq =
         r#"{"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 8, "loftq_iter": 3}}"#;
     let config = LoraConfig::from_json(loftq).unwrap();

@@ -99,7 +99,8 @@ fn weights_of_16_bits_are_merged_in_fp32_and_rounded_once() {
         .replace_weight(overdrive_nn::LinearWeight::Dense {
             weight: numbers(&[12, 16], 1.0, bf16),
             transposed: false,
-        });
+        })
+        .unwrap();
     let before = weight(&host);
     let (a, b, scale) = {
         let adapter = lora_adapter(&host.layers[0].1, "a").unwrap();
@@ -162,7 +163,7 @@ fn a_merged_adapter_is_part_of_the_weight_that_replaces_the_merged_one() {
     let merged = forward(&host);
     for (_, layer) in &mut host.layers {
         let weight = layer.weight().shallow_clone();
-        layer.replace_weight(weight);
+        layer.replace_weight(weight).unwrap();
     }
     assert!(active_adapters(&mut host).unwrap().is_empty());
     assert_eq!(forward(&host), merged);
@@ -179,7 +180,8 @@ fn a_merged_adapter_is_part_of_the_weight_that_replaces_the_merged_one() {
     let packed = QuantizedWeight::quantize(&weight(&host), scheme).unwrap();
     host.layers[0]
         .1
-        .replace_weight(LinearWeight::Quantized(packed));
+        .replace_weight(LinearWeight::Quantized(packed))
+        .unwrap();
     assert!(distance(&forward(&host), &with) < 0.03);
 }
 

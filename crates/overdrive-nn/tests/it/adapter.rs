@@ -97,10 +97,11 @@ fn an_adapter_without_a_joint_form_is_computed_layer_by_layer() {
 fn an_adapter_is_found_by_its_type_and_told_of_a_new_weight() {
     let mut layer = scaled(3.0, true);
     assert!(layer.adapter_as::<Copy>().is_none());
-    layer.replace_weight(LinearWeight::Dense {
+    let weight = LinearWeight::Dense {
         weight: ones([2, 4]) * 2,
         transposed: false,
-    });
+    };
+    layer.replace_weight(weight).unwrap();
     assert_eq!(layer.adapter_as::<Scale>().unwrap().replaced, 1);
     let (weight, bias, adapter) = layer.split_mut::<Scale>();
     assert_eq!((weight.size(), bias.is_none()), ([2, 4], true));

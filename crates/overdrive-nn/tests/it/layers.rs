@@ -2,6 +2,7 @@
 
 use overdrive_nn::{Embedding, Linear, LinearWeight, joint_forward};
 use overdrive_quantization::{InputObserver, QuantizedWeight, Scheme, observe_inputs};
+use overdrive_sys::autocast;
 use tch::nn::Module;
 use tch::{Device, Kind, Tensor};
 
@@ -62,6 +63,33 @@ fn shapes_that_do_not_fit_are_named() {
     assert_eq!(
         found.to_string(),
         "`weight` has shape [2, 3, 4]; it must be (O, I)"
+    );
+    let mut layer = Linear::quantized(weight(), None).unwrap();
+    let other = || LinearWeight::Dense {
+        weight: numbers(2, &[128, 9]),
+        transposed: false,
+    };
+    for found in [
+        layer.replace_weight(other()).map(drop),
+        layer.move_weight(other()),
+    ] {
+        assert_eq!(
+            found.unwrap_err().to_string(),
+            "`weight` has shape [128, 9]; it must be (9, 128), as the weight that it replaces"
+        );
+    }
+    assert!(
+        layer
+            .replace_weight(LinearWeight::Dense {
+                weight: numbers(2, &[128, 9]),
+                transposed: true
+            })
+            .is_ok()
+    );
+    let found = Embedding::dense(numbers(1, &[4])).unwrap_err();
+    assert_eq!(
+        found.to_string(),
+        "`table` has shape [4]; it must be (V, D)"
     );
     let found = Embedding::quantized(weight(), Kind::Int64).unwrap_err();
     assert_eq!(
@@ -154,4 +182,22 @@ fn a_named_layer_reports_each_input_once() {
     });
     assert_eq!(passed.unwrap().size(), [3, 16]);
     assert_eq!(names.0, ["q", "q", "k"]);
+}
+
+#[test]
+fn a_layer_without_fp8_stays_without_it_in_a_joint_pass() {
+    let layer = |salt| Linear::dense(numbers(salt, &[32, 64]), None).unwrap();
+    let x = numbers(5, &[16, 64]);
+    let fp8 = autocast::State {
+        enabled: true,
+        dtype: Kind::BFloat16,
+        fp8: true,
+    };
+    let _region = autocast::Region::enter(Device::Cpu, fp8, false).unwrap();
+    let (gate, up) = (layer(3).without_fp8(), layer(4));
+    let joint = joint_forward(&x, &[&gate, &up]).unwrap();
+    let alone = gate.forward(&x).unwrap();
+    let in_fp8 = layer(3).forward(&x).unwrap();
+    assert!(error(&in_fp8, &alone) > 1e-3);
+    assert!(error(&joint.narrow(-1, 0, 32), &alone) < 1e-6);
 }

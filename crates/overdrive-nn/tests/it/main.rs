@@ -3,4 +3,5 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod adapter;
+mod adapter_rows;
 mod layers;

@@ -331,7 +331,7 @@ mod tests {
         };
         let step = |plan, rows| {
             let plan = in_rows(plan, rows)?;
-            arguments.estimated_step(shape, Precision::Fp32, 1000, plan)
+            arguments.estimated_step(shape, Precision::Fp32, 1000, plan, None)
         };
         let limit = step(plan.with_micro_batch(24).unwrap(), 1).unwrap();
         for (rows, micro) in [(1, 24), (2, 12)] {

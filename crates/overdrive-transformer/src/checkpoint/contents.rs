@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::multimodal;
 use super::packed_experts;
 use super::quantized::{LAYOUT_KEY, Views};
+use crate::model_parts::ModelParts;
 use crate::moe::is_correction;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LlamaConfig, LlamaFamily, ModelConfig, Result};
@@ -102,11 +103,17 @@ impl CheckpointConfig for ModelConfig {
     }
 
     fn layers(&self) -> (&'static str, i64) {
-        ModelConfig::layers(self)
+        match self {
+            ModelConfig::Llama(config) => ("num_hidden_layers", config.num_hidden_layers),
+            ModelConfig::Gpt2(config) => ("n_layer", config.n_layer),
+        }
     }
 
     fn extra(&self) -> &Map<String, Value> {
-        ModelConfig::extra(self)
+        match self {
+            ModelConfig::Llama(config) => &config.extra,
+            ModelConfig::Gpt2(config) => &config.extra,
+        }
     }
 
     fn set_quantization(&mut self, layout: Value) {
@@ -120,7 +127,10 @@ impl CheckpointConfig for ModelConfig {
     }
 
     fn adjacent(&self) -> Vec<Vec<String>> {
-        ModelConfig::adjacent(self)
+        match self {
+            ModelConfig::Llama(config) => crate::llama::Llama::adjacent(config),
+            ModelConfig::Gpt2(_) => Vec::new(),
+        }
     }
 
     fn tied_head(&self) -> Option<&'static str> {
@@ -223,15 +233,11 @@ pub(crate) struct Contents<'m> {
 
 impl<'m> Contents<'m> {
     pub(crate) fn of(model: &'m CausalLm) -> Contents<'m> {
-        let mut quantized = HashMap::new();
-        model.for_each_quantized(&mut |name, weight| {
-            quantized.insert(name.to_owned(), weight.shallow_clone());
-        });
         let generation = model.generation_config().cloned();
         Contents {
             config: model.config(),
             dense: model.named_parameters(),
-            quantized,
+            quantized: model.quantized_weights(),
             kind: model.kind(),
             generation: Some(generation.unwrap_or_else(|| model.config().generation_defaults())),
         }

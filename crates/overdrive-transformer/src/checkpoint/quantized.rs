@@ -266,11 +266,11 @@ fn layout_of(
             return Ok(Some(layout));
         }
         let names: Vec<&str> = schemes.keys().map(String::as_str).collect();
-        return Err(Error::Unsupported {
-            key: "quantization_config".to_owned(),
-            found: format!("weights of several schemes ({})", names.join(", ")),
-            supported: "one scheme per folder; call `CausalLm::dequantize` first".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "quantization_config",
+            format!("weights of several schemes ({})", names.join(", ")),
+            "one scheme per folder; call `CausalLm::dequantize` first",
+        ));
     };
     let mut layout = QuantizationConfig::for_scheme(*scheme, kept);
     // What a folder in FP8 says beside the lists of modules, as other programs read it.

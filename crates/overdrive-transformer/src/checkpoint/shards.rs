@@ -122,3 +122,13 @@ fn shards(dir: &Path, index_name: &str) -> Result<WeightFiles> {
 pub(super) fn shard_name(number: usize, count: usize) -> String {
     format!("model-{number:05}-of-{count:05}.safetensors")
 }
+
+/// Returns `true` for what [`shard_name`] returns.
+pub(super) fn is_shard_name(name: &str) -> bool {
+    let numbers = name
+        .strip_prefix("model-")
+        .and_then(|rest| rest.strip_suffix(".safetensors"))
+        .and_then(|numbers| numbers.split_once("-of-"));
+    let is_number = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    numbers.is_some_and(|(number, count)| is_number(number) && is_number(count))
+}

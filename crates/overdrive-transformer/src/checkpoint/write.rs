@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use super::contents::Contents;
 use super::quantized::{self, LAYOUT_KEY, Written};
-use super::shards::{IndexMetadata, ShardIndex, shard_name};
+use super::shards::{IndexMetadata, ShardIndex, is_shard_name, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{Error, Result};
 
@@ -35,11 +35,11 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
         contents.kind,
         Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double
     ) {
-        return Err(Error::Unsupported {
-            key: "torch_dtype".to_owned(),
-            found: format!("{:?}", contents.kind),
-            supported: "Double, Float, Half, BFloat16".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "torch_dtype",
+            format!("{:?}", contents.kind),
+            "Double, Float, Half, BFloat16",
+        ));
     }
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
     let Written { tensors, layout } = quantized::written(contents)?;
@@ -133,16 +133,18 @@ fn remove_index(dir: &Path) -> Result<()> {
     }
 }
 
-/// Removes the weight files of an older save, which a reader might prefer to the new ones.
+/// Removes the weight files of an older save, which a reader might prefer to the new ones. Other files with weights, such as
+/// `model-merged.safetensors`, are the user's.
 fn remove_stale(dir: &Path, written: &BTreeSet<String>) -> Result<()> {
     for entry in fs::read_dir(dir).map_err(Common::io("list", dir))? {
         let entry = entry.map_err(Common::io("list", dir))?;
         let Ok(name) = entry.file_name().into_string() else {
             continue;
         };
-        let shard = name.starts_with("model-") && name.ends_with(".safetensors");
-        if (shard || name == SINGLE || name == INDEX) && !written.contains(&name) {
-            fs::remove_file(entry.path()).map_err(Common::io("remove", entry.path()))?;
+        let is_ours = is_shard_name(&name) || name == SINGLE || name == INDEX;
+        let path = entry.path();
+        if is_ours && !written.contains(&name) && path.is_file() {
+            fs::remove_file(&path).map_err(Common::io("remove", path))?;
         }
     }
     Ok(())

@@ -44,11 +44,11 @@ impl DeltaNetConfig {
         fields.boolean("attn_output_gate", &mut gated)?;
         match gated {
             true => Ok(()),
-            false => Err(Error::Unsupported {
-                key: "attn_output_gate".to_owned(),
-                found: "false".to_owned(),
-                supported: "true, attention with a gate".to_owned(),
-            }),
+            false => Err(Error::unsupported(
+                "attn_output_gate",
+                "false",
+                "true, attention with a gate",
+            )),
         }
     }
 

@@ -242,24 +242,17 @@ impl ExpertsConfig {
             self.first_k_dense_replace = layers
                 .ok_or_else(|| bad("first_k_dense_replace", &value, "an integer of at least 0"))?;
         }
-        let unsupported = |key: &str, found: String, supported: &str| {
-            Err(Error::Unsupported {
-                key: key.to_owned(),
-                found,
-                supported: supported.to_owned(),
-            })
-        };
         // transformers does not read it.
         let mut frequency = 1;
         fields.positive("moe_layer_freq", &mut frequency)?;
         if frequency != 1 {
             let supported = "1, experts in all layers after the first ones";
-            return unsupported("moe_layer_freq", frequency.to_string(), supported);
+            return Err(Error::unsupported("moe_layer_freq", frequency, supported));
         }
         // transformers' models of both families have no balancing loss.
         if self.output_router_logits {
             let supported = "false, as these models have no balancing loss";
-            return unsupported("output_router_logits", "true".to_owned(), supported);
+            return Err(Error::unsupported("output_router_logits", true, supported));
         }
         if family == LlamaFamily::DeepseekV3 {
             return Ok(());
@@ -269,11 +262,16 @@ impl ExpertsConfig {
             Some("group_limited_greedy") => true,
             Some(other) => {
                 let supported = "greedy, group_limited_greedy";
-                return unsupported("topk_method", format!("{other:?}"), supported);
+                let found = format!("{other:?}");
+                return Err(Error::unsupported("topk_method", found, supported));
             }
         };
         match self.norm_topk_prob {
-            true => unsupported("norm_topk_prob", "true".to_owned(), "false for deepseek_v2"),
+            true => Err(Error::unsupported(
+                "norm_topk_prob",
+                true,
+                "false for deepseek_v2",
+            )),
             false => Ok(()),
         }
     }
@@ -387,6 +385,9 @@ impl ExpertsConfig {
         if self.n_shared_experts == 0 && family.is_deepseek() {
             return Err(bad("n_shared_experts", &0.into(), "a positive integer"));
         }
+        if !family.is_deepseek() {
+            return self.check_no_groups(family);
+        }
         let groups = self.n_group.unwrap_or(1);
         if self.num_experts % groups != 0 {
             let expected = format!(
@@ -418,6 +419,32 @@ impl ExpertsConfig {
                 &self.num_experts_per_tok.into(),
                 &expected,
             ));
+        }
+        Ok(())
+    }
+
+    /// Refuses what only the models of DeepSeek have.
+    fn check_no_groups(&self, family: LlamaFamily) -> Result<()> {
+        for (key, value, wanted) in [
+            ("n_shared_experts", json!(self.n_shared_experts), json!(0)),
+            (
+                "first_k_dense_replace",
+                json!(self.first_k_dense_replace),
+                json!(0),
+            ),
+            ("n_group", json!(self.n_group.unwrap_or(1)), json!(1)),
+            ("topk_group", json!(self.topk_group.unwrap_or(1)), json!(1)),
+            ("group_limited", json!(self.group_limited), json!(false)),
+            (
+                "routed_scaling_factor",
+                json!(self.routed_scaling_factor),
+                json!(1.0),
+            ),
+        ] {
+            if value != wanted {
+                let expected = format!("{wanted} for the family {}", family.model_type());
+                return Err(bad(key, &value, &expected));
+            }
         }
         Ok(())
     }

@@ -81,6 +81,39 @@ pub enum LlamaFamily {
 }
 
 impl LlamaFamily {
+    /// All families.
+    pub const ALL: [LlamaFamily; 29] = [
+        LlamaFamily::Llama,
+        LlamaFamily::Mistral,
+        LlamaFamily::Qwen2,
+        LlamaFamily::Qwen3,
+        LlamaFamily::Phi,
+        LlamaFamily::Phi3,
+        LlamaFamily::Gemma,
+        LlamaFamily::Gemma2,
+        LlamaFamily::Gemma3,
+        LlamaFamily::Mixtral,
+        LlamaFamily::Qwen3Moe,
+        LlamaFamily::SmolLm3,
+        LlamaFamily::Olmo2,
+        LlamaFamily::Olmo3,
+        LlamaFamily::Granite,
+        LlamaFamily::Glm4,
+        LlamaFamily::Qwen2Moe,
+        LlamaFamily::GptOss,
+        LlamaFamily::Ministral3,
+        LlamaFamily::GraniteMoeHybrid,
+        LlamaFamily::DeepseekV2,
+        LlamaFamily::DeepseekV3,
+        LlamaFamily::Qwen3Next,
+        LlamaFamily::Qwen35,
+        LlamaFamily::Qwen35Moe,
+        LlamaFamily::Gemma3n,
+        LlamaFamily::Gemma4,
+        LlamaFamily::Qwen3Vl,
+        LlamaFamily::Qwen3VlMoe,
+    ];
+
     /// Returns the `model_type` of transformers.
     pub fn model_type(self) -> &'static str {
         match self {
@@ -236,38 +269,14 @@ impl LlamaFamily {
         matches!(self, LlamaFamily::Phi | LlamaFamily::Phi3)
     }
 
+    /// Returns the families whose `model_type` is that of a folder. Qwen3-VL's is that of its text alone, which has none.
+    pub(super) fn of_folders() -> impl Iterator<Item = LlamaFamily> {
+        let all = LlamaFamily::ALL.into_iter();
+        all.filter(|family| !family.is_qwen3_vl())
+    }
+
     pub(super) fn from_name(model_type: &str) -> Option<LlamaFamily> {
-        [
-            LlamaFamily::Llama,
-            LlamaFamily::Mistral,
-            LlamaFamily::Qwen2,
-            LlamaFamily::Qwen3,
-            LlamaFamily::Phi,
-            LlamaFamily::Phi3,
-            LlamaFamily::Gemma,
-            LlamaFamily::Gemma2,
-            LlamaFamily::Gemma3,
-            LlamaFamily::Mixtral,
-            LlamaFamily::Qwen3Moe,
-            LlamaFamily::SmolLm3,
-            LlamaFamily::Olmo2,
-            LlamaFamily::Olmo3,
-            LlamaFamily::Granite,
-            LlamaFamily::Glm4,
-            LlamaFamily::Qwen2Moe,
-            LlamaFamily::GptOss,
-            LlamaFamily::Ministral3,
-            LlamaFamily::GraniteMoeHybrid,
-            LlamaFamily::DeepseekV2,
-            LlamaFamily::DeepseekV3,
-            LlamaFamily::Qwen3Next,
-            LlamaFamily::Qwen35,
-            LlamaFamily::Qwen35Moe,
-            LlamaFamily::Gemma3n,
-            LlamaFamily::Gemma4,
-        ]
-        .into_iter()
-        .find(|family| family.model_type() == model_type)
+        LlamaFamily::of_folders().find(|family| family.model_type() == model_type)
     }
 }
 
@@ -304,14 +313,16 @@ pub(crate) fn layer_types(value: &Value, known: &[LayerType]) -> Result<Vec<Laye
                 .iter()
                 .copied()
                 .find(|kind| name.as_str() == Some(kind.name()))
-                .ok_or_else(|| Error::Unsupported {
-                    key: "layer_types".to_owned(),
-                    found: name.to_string(),
-                    supported: known
-                        .iter()
-                        .map(|kind| kind.name())
-                        .collect::<Vec<_>>()
-                        .join(", "),
+                .ok_or_else(|| {
+                    Error::unsupported(
+                        "layer_types",
+                        name,
+                        known
+                            .iter()
+                            .map(|kind| kind.name())
+                            .collect::<Vec<_>>()
+                            .join(", "),
+                    )
                 })
         })
         .collect()

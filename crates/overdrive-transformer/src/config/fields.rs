@@ -1,3 +1,6 @@
+use std::path::Path;
+
+use overdrive_core::{Error as Common, text};
 use serde_json::{Map, Value};
 
 use super::sizes::{MAX_SIZE, too_large};
@@ -7,6 +10,25 @@ use crate::{Error, Result};
 /// value `null` counts as absent, as in transformers.
 #[derive(Debug, Default)]
 pub(crate) struct Fields(Map<String, Value>);
+
+/// Reads the object of `config.json` in a folder.
+pub(crate) fn read(dir: &Path) -> Result<Fields> {
+    let path = dir.join("config.json");
+    object(serde_json::from_str(&text::read(&path)?).map_err(Common::parse("JSON", &path))?)
+}
+
+/// Parses the text of a `config.json`.
+pub(crate) fn parse(text: &str) -> Result<Fields> {
+    object(serde_json::from_str(text).map_err(Common::parse("JSON", "config.json"))?)
+}
+
+/// Returns the fields of the object `value`, that of a `config.json`.
+pub(crate) fn object(value: Value) -> Result<Fields> {
+    match value {
+        Value::Object(map) => Ok(Fields::new(map)),
+        other => Err(Common::option("config.json", other, "an object").into()),
+    }
+}
 
 impl Fields {
     pub(crate) fn new(map: Map<String, Value>) -> Self {
@@ -130,7 +152,7 @@ pub(crate) fn ids_to_json(ids: &[i64]) -> Value {
 
 /// Returns the error of a key of `config.json` whose value is not `expected`.
 pub(crate) fn bad(key: &str, value: &Value, expected: &str) -> Error {
-    overdrive_core::Error::option(key.to_owned(), value, expected.to_owned()).into()
+    Common::option(key.to_owned(), value, expected.to_owned()).into()
 }
 
 pub(crate) fn positive(key: &str, value: &Value) -> Result<i64> {

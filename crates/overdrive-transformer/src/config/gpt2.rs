@@ -107,11 +107,11 @@ impl Gpt2Config {
         let mut cross = false;
         fields.boolean("add_cross_attention", &mut cross)?;
         if cross {
-            return Err(Error::Unsupported {
-                key: "add_cross_attention".to_owned(),
-                found: "true".to_owned(),
-                supported: "false, a decoder without an encoder".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "add_cross_attention",
+                "true",
+                "false, a decoder without an encoder",
+            ));
         }
         fields.token_id("bos_token_id", &mut config.bos_token_id)?;
         fields.token_ids("eos_token_id", &mut config.eos_token_id)?;

@@ -5,7 +5,7 @@ mod block_norms;
 mod delta_net;
 mod experts;
 mod family;
-mod fields;
+pub(crate) mod fields;
 mod gpt2;
 mod llama;
 mod mla;
@@ -19,7 +19,6 @@ mod vision;
 
 use std::path::Path;
 
-use overdrive_core::{Error as Common, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
@@ -75,36 +74,41 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
 }
 
-/// Returns `true` for the folder of a multimodal model that transformers loads as a whole; of Qwen3.5 it loads the text.
-///
-/// # Errors
-/// As [`ModelConfig::from_dir`].
-pub(crate) fn is_multimodal(dir: &Path) -> Result<bool> {
-    let path = dir.join("config.json");
-    let value: Value =
-        serde_json::from_str(&text::read(&path)?).map_err(Common::parse("JSON", &path))?;
-    let model_type = value["model_type"].as_str().unwrap_or_default();
-    Ok(["gemma3", "gemma3n", "gemma4", "mistral3"].contains(&model_type))
-}
+/// The types of multimodal models whose text alone is read, and the families of that; the first is the default.
+const MULTIMODAL: [(&str, &[LlamaFamily]); 6] = [
+    ("gemma3", &[LlamaFamily::Gemma3]),
+    ("gemma3n", &[LlamaFamily::Gemma3n]),
+    ("gemma4", &[LlamaFamily::Gemma4]),
+    ("mistral3", &[LlamaFamily::Mistral, LlamaFamily::Ministral3]),
+    ("qwen3_5", &[LlamaFamily::Qwen35]),
+    ("qwen3_5_moe", &[LlamaFamily::Qwen35Moe]),
+];
 
-/// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
-    gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, \
-    qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, \
-    qwen3_5_moe_text, qwen3_vl, qwen3_vl_moe, gpt2";
+/// The types of multimodal models that are read with their vision towers.
+const WITH_VISION: [(&str, LlamaFamily); 2] = [
+    ("qwen3_vl", LlamaFamily::Qwen3Vl),
+    ("qwen3_vl_moe", LlamaFamily::Qwen3VlMoe),
+];
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
+    let names: Vec<&str> = LlamaFamily::of_folders()
+        .map(LlamaFamily::model_type)
+        .chain(MULTIMODAL.map(|(name, _)| name))
+        .chain(WITH_VISION.map(|(name, _)| name))
+        .chain(["gpt2"])
+        .collect();
+    let names = names.join(", ");
     match model_type {
         Some(name) if Seq2SeqConfig::is_model_type(name) => {
-            format!("{SUPPORTED}; use Seq2SeqLm for models of type {name}")
+            format!("{names}; use Seq2SeqLm for models of type {name}")
         }
         Some(name) if EncoderFamily::from_model_type(name).is_some() => {
             format!(
-                "{SUPPORTED}; use EncoderModel, MaskedLm or SequenceClassifier for models of type {name}"
+                "{names}; use EncoderModel, MaskedLm or SequenceClassifier for models of type {name}"
             )
         }
-        _ => SUPPORTED.to_owned(),
+        _ => names,
     }
 }
 
@@ -115,10 +119,17 @@ impl ModelConfig {
     /// [`Error::Common`] if the file cannot be read or parsed or a value is out of range,
     /// [`Error::Unsupported`] for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ModelConfig> {
-        let path = dir.as_ref().join("config.json");
-        let text = text::read(&path)?;
-        let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
-        ModelConfig::from_value(value)
+        Ok(ModelConfig::read(dir.as_ref())?.0)
+    }
+
+    /// Reads the configuration of a folder, and returns `true` beside it if transformers loads the folder as a multimodal
+    /// model with this one inside; of Qwen3.5 it loads the text.
+    pub(crate) fn read(dir: &Path) -> Result<(ModelConfig, bool)> {
+        let fields = fields::read(dir)?;
+        let model_type = fields.peek("model_type").and_then(Value::as_str);
+        let is_multimodal = model_type
+            .is_some_and(|name| ["gemma3", "gemma3n", "gemma4", "mistral3"].contains(&name));
+        Ok((ModelConfig::from_fields(fields)?, is_multimodal))
     }
 
     /// Parses the text of a `config.json`.
@@ -126,48 +137,25 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::from_dir`].
     pub fn from_json(text: &str) -> Result<ModelConfig> {
-        let value = serde_json::from_str(text).map_err(Common::parse("JSON", "config.json"))?;
-        ModelConfig::from_value(value)
+        ModelConfig::from_fields(fields::parse(text)?)
     }
 
-    fn from_value(value: Value) -> Result<ModelConfig> {
-        let Value::Object(map) = value else {
-            return Err(Common::option("config.json", value, "an object").into());
-        };
-        let mut fields = Fields::new(map);
+    fn from_fields(mut fields: Fields) -> Result<ModelConfig> {
         let model_type = fields.string("model_type")?;
-        let config = match model_type.as_deref() {
-            Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
-            Some("gemma3") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3])?),
-            Some("gemma3n") => {
-                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3n])?)
-            }
-            Some("gemma4") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma4])?),
-            Some("mistral3") => {
-                let families = [LlamaFamily::Mistral, LlamaFamily::Ministral3];
-                ModelConfig::Llama(multimodal::text(fields, &families)?)
-            }
-            Some("qwen3_5") => {
-                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35])?)
-            }
-            Some("qwen3_5_moe") => {
-                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35Moe])?)
-            }
-            Some("qwen3_vl") => ModelConfig::Llama(vision::read(fields, LlamaFamily::Qwen3Vl)?),
-            Some("qwen3_vl_moe") => {
-                ModelConfig::Llama(vision::read(fields, LlamaFamily::Qwen3VlMoe)?)
-            }
-            Some(name) if LlamaFamily::from_name(name).is_some() => {
-                let family = LlamaFamily::from_name(name).unwrap_or_default();
-                ModelConfig::Llama(LlamaConfig::read(family, fields)?)
-            }
-            other => {
-                return Err(Error::Unsupported {
-                    key: "model_type".to_owned(),
-                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: supported(other),
-                });
-            }
+        let name = model_type.as_deref();
+        let text = MULTIMODAL.iter().find(|(own, _)| name == Some(own));
+        let vision = WITH_VISION.iter().find(|(own, _)| name == Some(own));
+        let config = if name == Some("gpt2") {
+            ModelConfig::Gpt2(Gpt2Config::read(fields)?)
+        } else if let Some((_, families)) = text {
+            ModelConfig::Llama(multimodal::text(fields, families)?)
+        } else if let Some((_, family)) = vision {
+            ModelConfig::Llama(vision::read(fields, *family)?)
+        } else if let Some(family) = name.and_then(LlamaFamily::from_name) {
+            ModelConfig::Llama(LlamaConfig::read(family, fields)?)
+        } else {
+            let found = name.map_or("missing".to_owned(), |name| format!("{name:?}"));
+            return Err(Error::unsupported("model_type", found, supported(name)));
         };
         config.validate()?;
         Ok(config)
@@ -198,22 +186,6 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => crate::llama::parameters(config),
             ModelConfig::Gpt2(config) => crate::gpt2::parameters(config),
-        }
-    }
-
-    /// Returns the keys of `config.json` that this crate does not know.
-    pub(crate) fn extra(&self) -> &Map<String, Value> {
-        match self {
-            ModelConfig::Llama(config) => &config.extra,
-            ModelConfig::Gpt2(config) => &config.extra,
-        }
-    }
-
-    /// Returns the groups of parameters that should lie next to one another in memory.
-    pub(crate) fn adjacent(&self) -> Vec<Vec<String>> {
-        match self {
-            ModelConfig::Llama(config) => crate::llama::Llama::adjacent(config),
-            ModelConfig::Gpt2(_) => Vec::new(),
         }
     }
 
@@ -318,12 +290,11 @@ impl ModelConfig {
     pub(crate) fn check_causal(&self) -> Result<()> {
         match self {
             ModelConfig::Llama(config) if config.use_bidirectional_attention => {
-                Err(Error::Unsupported {
-                    key: "use_bidirectional_attention".to_owned(),
-                    found: "true".to_owned(),
-                    supported: "false, a model that predicts the next token; `EmbeddingModel` loads this one"
-                        .to_owned(),
-                })
+                Err(Error::unsupported(
+                    "use_bidirectional_attention",
+                    "true",
+                    "false, a model that predicts the next token; `EmbeddingModel` loads this one",
+                ))
             }
             _ => Ok(()),
         }
@@ -357,14 +328,6 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => &config.eos_token_id,
             ModelConfig::Gpt2(config) => &config.eos_token_id,
-        }
-    }
-
-    /// Returns the key of the number of layers, and the number.
-    pub(crate) fn layers(&self) -> (&'static str, i64) {
-        match self {
-            ModelConfig::Llama(config) => ("num_hidden_layers", config.num_hidden_layers),
-            ModelConfig::Gpt2(config) => ("n_layer", config.n_layer),
         }
     }
 
@@ -438,7 +401,7 @@ impl TryFrom<Value> for ModelConfig {
     type Error = Error;
 
     fn try_from(value: Value) -> Result<ModelConfig> {
-        ModelConfig::from_value(value)
+        ModelConfig::from_fields(fields::object(value)?)
     }
 }
 

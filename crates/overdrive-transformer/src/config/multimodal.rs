@@ -18,11 +18,11 @@ pub(super) fn text(mut fields: Fields, families: &[LlamaFamily]) -> Result<Llama
     });
     let Some(family) = family else {
         let names: Vec<_> = families.iter().map(|family| family.model_type()).collect();
-        return Err(Error::Unsupported {
-            key: "text_config.model_type".to_owned(),
-            found: format!("{:?}", found.unwrap_or_default()),
-            supported: names.join(", "),
-        });
+        return Err(Error::unsupported(
+            "text_config.model_type",
+            format!("{:?}", found.unwrap_or_default()),
+            names.join(", "),
+        ));
     };
     // The key in `text_config` has no effect in transformers, whose default depends on the family.
     text.put("tie_word_embeddings", ties_head(*family).into());

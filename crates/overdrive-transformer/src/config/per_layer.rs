@@ -156,7 +156,7 @@ impl PerLayerConfig {
             && value != "vision"
         {
             // In a sequence of text alone, `vision` is causal.
-            return Err(unsupported(key, value.to_string(), "null, \"vision\""));
+            return Err(Error::unsupported(key, value, "null, \"vision\""));
         }
         // Older files have keys for the layers without a window, and newer ones an object for each layer.
         let global = fields.optional_positive("global_head_dim")?;
@@ -179,7 +179,7 @@ impl PerLayerConfig {
                 {
                     let found = format!("num_key_value_heads {kv}");
                     let supported = "head_dim alone, without attention_k_eq_v";
-                    return Err(unsupported(key, found, supported));
+                    return Err(Error::unsupported(key, found, supported));
                 }
             }
         }
@@ -417,7 +417,7 @@ fn own_sizes(layers: &Map<String, Value>, without_window: &[i64]) -> Result<[Opt
     };
     if let Some(other) = all.find(|sizes| *sizes != first) {
         let found = format!("{first} and {other}");
-        return Err(unsupported(
+        return Err(Error::unsupported(
             key,
             found,
             "the same sizes for all of its layers",
@@ -428,7 +428,7 @@ fn own_sizes(layers: &Map<String, Value>, without_window: &[i64]) -> Result<[Opt
         let names: Vec<&str> = layers.keys().map(String::as_str).collect();
         let found = format!("sizes of the layers {}", names.join(", "));
         let supported = format!("sizes of the layers without a window, {without_window:?}");
-        return Err(unsupported(key, found, &supported));
+        return Err(Error::unsupported(key, found, supported));
     }
     let Value::Object(sizes) = first else {
         return Err(bad(key, first, "an object for each layer"));
@@ -440,18 +440,10 @@ fn own_sizes(layers: &Map<String, Value>, without_window: &[i64]) -> Result<[Opt
     ];
     match sizes.into_rest().keys().next() {
         None => Ok(found),
-        Some(other) => Err(unsupported(
+        Some(other) => Err(Error::unsupported(
             key,
             format!("{other:?}"),
             "head_dim, num_key_value_heads",
         )),
-    }
-}
-
-fn unsupported(key: &str, found: String, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found,
-        supported: supported.to_owned(),
     }
 }

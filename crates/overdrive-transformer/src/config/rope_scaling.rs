@@ -215,11 +215,11 @@ impl RopeScaling {
                 }
             }
             if let Some(key) = parameters.into_rest().keys().next() {
-                return Err(Error::Unsupported {
-                    key: "rope_parameters".to_owned(),
-                    found: format!("{key:?}"),
-                    supported: "full_attention, sliding_attention".to_owned(),
-                });
+                return Err(Error::unsupported(
+                    "rope_parameters",
+                    format!("{key:?}"),
+                    "full_attention, sliding_attention",
+                ));
             }
         }
         if let Some(scaling) = scaling {
@@ -253,11 +253,11 @@ impl RopeScaling {
             "default" => Ok(RopeScaling::Default),
             // Older files of Phi-3 call it `yarn`.
             "longrope" | "su" | "yarn" if given.of_phi3 => reader.long_rope(),
-            other if given.of_phi3 => Err(Error::Unsupported {
-                key: format!("{key}.rope_type"),
-                found: format!("{other:?}"),
-                supported: "default, longrope".to_owned(),
-            }),
+            other if given.of_phi3 => Err(Error::unsupported(
+                format!("{key}.rope_type"),
+                format!("{other:?}"),
+                "default, longrope",
+            )),
             "linear" => Ok(RopeScaling::Linear {
                 factor: reader.required("factor")?,
             }),
@@ -278,12 +278,11 @@ impl RopeScaling {
                 partial_rotary_factor: std::mem::replace(part, 1.0),
                 factor: reader.optional("factor")?.unwrap_or(1.0),
             }),
-            other => Err(Error::Unsupported {
-                key: format!("{key}.rope_type"),
-                found: format!("{other:?}"),
-                supported: "default, linear, dynamic, yarn, longrope, llama3, proportional"
-                    .to_owned(),
-            }),
+            other => Err(Error::unsupported(
+                format!("{key}.rope_type"),
+                format!("{other:?}"),
+                "default, linear, dynamic, yarn, longrope, llama3, proportional",
+            )),
         }
     }
 

@@ -1,12 +1,11 @@
 use std::path::Path;
 
-use overdrive_core::{Error as Common, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
 
 use super::bart::BartConfig;
-use super::fields::{Fields, ids_to_json};
+use super::fields::{self, Fields, ids_to_json};
 use super::t5::T5Config;
 use crate::checkpoint::CheckpointConfig;
 use crate::parameters::ParameterSpec;
@@ -47,10 +46,7 @@ impl Seq2SeqConfig {
     /// [`Error::Common`] if the file cannot be read or parsed or a value is out of range,
     /// [`Error::Unsupported`] for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<Seq2SeqConfig> {
-        let path = dir.as_ref().join("config.json");
-        let text = text::read(&path)?;
-        let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
-        Seq2SeqConfig::from_value(value)
+        Seq2SeqConfig::from_fields(fields::read(dir.as_ref())?)
     }
 
     /// Parses the text of a `config.json`.
@@ -58,25 +54,20 @@ impl Seq2SeqConfig {
     /// # Errors
     /// As [`Seq2SeqConfig::from_dir`].
     pub fn from_json(text: &str) -> Result<Seq2SeqConfig> {
-        let value = serde_json::from_str(text).map_err(Common::parse("JSON", "config.json"))?;
-        Seq2SeqConfig::from_value(value)
+        Seq2SeqConfig::from_fields(fields::parse(text)?)
     }
 
-    fn from_value(value: Value) -> Result<Seq2SeqConfig> {
-        let Value::Object(map) = value else {
-            return Err(Common::option("config.json", value, "an object").into());
-        };
-        let mut fields = Fields::new(map);
+    fn from_fields(mut fields: Fields) -> Result<Seq2SeqConfig> {
         let model_type = fields.string("model_type")?;
         let config = match model_type.as_deref() {
             Some("t5") => Seq2SeqConfig::T5(T5Config::read(fields)?),
             Some("bart") => Seq2SeqConfig::Bart(BartConfig::read(fields)?),
             other => {
-                return Err(Error::Unsupported {
-                    key: "model_type".to_owned(),
-                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: MODEL_TYPES.join(", "),
-                });
+                return Err(Error::unsupported(
+                    "model_type",
+                    other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    MODEL_TYPES.join(", "),
+                ));
             }
         };
         config.validate()?;
@@ -317,7 +308,7 @@ impl TryFrom<Value> for Seq2SeqConfig {
     type Error = Error;
 
     fn try_from(value: Value) -> Result<Seq2SeqConfig> {
-        Seq2SeqConfig::from_value(value)
+        Seq2SeqConfig::from_fields(fields::object(value)?)
     }
 }
 

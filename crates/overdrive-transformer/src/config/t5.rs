@@ -204,10 +204,12 @@ impl T5Config {
         }
         activation_named("feed_forward_proj", self.feed_forward().0)
             .map(drop)
-            .map_err(|_| Error::Unsupported {
-                key: "feed_forward_proj".to_owned(),
-                found: format!("{:?}", self.feed_forward_proj),
-                supported: "relu, gelu, gelu_new, silu, and these after gated-".to_owned(),
+            .map_err(|_| {
+                Error::unsupported(
+                    "feed_forward_proj",
+                    format!("{:?}", self.feed_forward_proj),
+                    "relu, gelu, gelu_new, silu, and these after gated-",
+                )
             })
     }
 

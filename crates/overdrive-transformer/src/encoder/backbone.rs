@@ -1,21 +1,22 @@
 //! The backbone of all encoders. The differences between the families (norms before or after, gates, windows,
 //! positions) are fields of one implementation.
 
-use overdrive_attention::PackedLengths;
-use overdrive_checkpointing::{Shared, checkpoint_with};
+use overdrive_checkpointing::Shared;
 use overdrive_fused::{Activation, Layout, RotaryOptions, glu, rotary};
 use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
 
-use super::attend::attend;
 use super::config::EncoderConfig;
 use super::input::Rows;
 use super::parameters::qkv_names;
 use crate::activation_names::activation_named;
+use crate::attend::{AttendOptions, attend};
+use crate::block_groups::run_blocks;
 use crate::config::LayerType;
 use crate::gpt2::dropped;
 use crate::input::ForwardInput;
 use crate::layer_norm::LayerNorm;
+use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::projections::{
     JointLinear, LinearVisitor, ParameterVisitor, visit_linear, visit_shared,
@@ -52,8 +53,6 @@ struct Block {
     activation: Activation,
     /// If `true`, the first half of the inner values is activated and multiplies the other one.
     gated: bool,
-    /// The number of tokens on each side that a token sees.
-    window: Option<usize>,
     layer_type: LayerType,
     /// The names of `before` and `after`.
     norm_names: [&'static str; 2],
@@ -94,25 +93,12 @@ impl Dropouts {
 /// The values that all blocks of a forward pass share.
 struct Context {
     heads: i64,
-    sequences: Option<PackedLengths>,
+    /// The masks of full and of sliding layers.
+    masks: [Mask; 2],
     /// The rotations of full and of sliding layers.
     rotations: Option<[Rotation; 2]>,
     dropouts: Dropouts,
     execution: Execution,
-}
-
-impl Context {
-    fn share(&self) -> Context {
-        Context {
-            sequences: self.sequences.clone(),
-            rotations: self
-                .rotations
-                .as_ref()
-                .map(|both| [both[0].share(), both[1].share()]),
-            execution: self.execution.clone(),
-            ..*self
-        }
-    }
 }
 
 impl Backbone {
@@ -177,30 +163,22 @@ impl Backbone {
     ) -> Result<Tensor> {
         let context = Context {
             heads: self.config.num_attention_heads,
-            sequences: rows.sequences().cloned(),
+            masks: self.masks(rows),
             rotations: self.rotations(rows)?,
             dropouts: Dropouts::of(&self.config, training),
             execution: execution.clone(),
         };
         let embedded = self.embedding_norm.forward(&self.embed(rows)?)?;
-        let mut x = dropped(embedded, context.dropouts.embedding)?;
-        for group in execution.checkpointing.groups(self.blocks.len())? {
-            if !group.checkpointed {
-                for layer in group.blocks {
-                    x = self.blocks[layer].with(|block| block.forward(&x, &context))?;
-                }
-                continue;
-            }
-            let members = self.blocks[group.blocks].to_vec();
-            let context = context.share();
-            x = checkpoint_with(&[&x], &execution.checkpoint_options, move |inputs| {
-                let mut x = inputs[0].shallow_clone();
-                for block in &members {
-                    x = block.with(|block| block.forward(&x, &context))?;
-                }
-                Ok(x)
-            })?;
-        }
+        let x = dropped(embedded, context.dropouts.embedding)?;
+        let cache = None;
+        let x = run_blocks(
+            &self.blocks,
+            x,
+            context,
+            execution,
+            cache,
+            |block, x, context, _| block.forward(x, context),
+        )?;
         match &self.final_norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
@@ -233,6 +211,13 @@ impl Backbone {
             )?)?;
         }
         Ok(x)
+    }
+
+    fn masks(&self, rows: &Rows) -> [Mask; 2] {
+        // `local_attention` counts both sides.
+        let windows = [None, Some(self.config.local_attention / 2)];
+        let tokens = rows.input_ids.size()[1];
+        windows.map(|window| Mask::bidirectional(rows.sequences(), tokens, window))
     }
 
     fn rotations(&self, rows: &Rows) -> Result<Option<[Rotation; 2]>> {
@@ -361,7 +346,6 @@ impl Block {
             true => ([norm(0)?, norm(1)?], [None, None]),
             false => ([None, None], [norm(0)?, norm(1)?]),
         };
-        let layer_type = config.layer_type(layer);
         Ok(Block {
             before,
             after,
@@ -371,13 +355,7 @@ impl Block {
             mlp_output,
             activation: activation_named("hidden_act", &config.hidden_act)?,
             gated: modern,
-            window: match layer_type {
-                // The configuration's check refuses linear ones.
-                LayerType::Full | LayerType::Linear => None,
-                // `local_attention` counts both sides.
-                LayerType::Sliding => Some((config.local_attention / 2).unsigned_abs() as usize),
-            },
-            layer_type,
+            layer_type: config.layer_type(layer),
             norm_names,
         })
     }
@@ -393,19 +371,17 @@ impl Block {
     }
 
     fn attend(&self, x: &Tensor, context: &Context) -> Result<Tensor> {
-        let qkv = self
-            .qkv
-            .forward_joint(x)?
-            .f_unflatten(-1, [3, context.heads, -1])?;
-        let part = |index: i64| qkv.f_select(2, index);
+        let fused = context.execution.fused_kernels;
+        // The configuration's check refuses linear layers.
+        let kind = usize::from(self.layer_type == LayerType::Sliding);
+        let width = self.qkv.outputs() as i64 / 3;
+        let [query, key, value] = self.qkv.split(x, [width; 3], fused)?;
         // (B, T, H, D)
-        let (mut query, mut key, value) = (part(0)?, part(1)?, part(2)?);
+        let heads = |part: &Tensor| part.f_unflatten(-1, [context.heads, -1]);
+        let (mut query, mut key, value) = (heads(&query)?, heads(&key)?, heads(&value)?);
         if let Some(rotations) = &context.rotations {
-            let rotation = match self.layer_type {
-                LayerType::Full | LayerType::Linear => &rotations[0],
-                LayerType::Sliding => &rotations[1],
-            };
-            (query, key) = match context.execution.fused_kernels {
+            let rotation = &rotations[kind];
+            (query, key) = match fused {
                 true => {
                     let options = RotaryOptions {
                         layout: Layout::Bthd,
@@ -417,14 +393,9 @@ impl Block {
             };
         }
         let by_head = |part: &Tensor| part.f_transpose(1, 2);
-        let mixed = attend(
-            [&by_head(&query)?, &by_head(&key)?, &by_head(&value)?],
-            context.sequences.as_ref(),
-            self.window,
-            context.execution.attention,
-            context.dropouts.attention,
-        )?;
-        let fused = context.execution.fused_kernels;
+        let (query, key, value) = (by_head(&query)?, by_head(&key)?, by_head(&value)?);
+        let options = AttendOptions::plain(context.execution.attention, context.dropouts.attention);
+        let mixed = attend(&query, &key, &value, &context.masks[kind], &options)?;
         Ok(self.attention_output.forward_with(&mixed, fused)?)
     }
 

@@ -1,11 +1,13 @@
 use std::path::Path;
 
-use overdrive_core::{Error as Common, text};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use super::HeadKind;
+use super::parameters::architecture;
 use crate::activation_names::activation_named;
-use crate::config::{Fields, LayerType, bad, check_layers, check_parameters, check_size};
-use crate::{Error, Result};
+use crate::config::{Fields, LayerType, bad, check_layers, check_parameters, check_size, fields};
+use crate::{Error, PoolingMode, Result};
 
 /// The family of an encoder, by its `model_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -81,17 +83,6 @@ impl ProblemType {
     }
 }
 
-/// The token states that a ModernBERT classifier pools (`classifier_pooling`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum ClassifierPooling {
-    /// `cls`: the first token.
-    #[default]
-    Cls,
-    /// `mean`: the mean over all tokens.
-    Mean,
-}
-
 /// The configuration of a bidirectional encoder: the keys of `config.json` of BERT, RoBERTa, XLM-RoBERTa
 /// and ModernBERT.
 ///
@@ -110,7 +101,8 @@ pub enum ClassifierPooling {
 /// );
 /// # Ok::<(), overdrive_transformer::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Value", into = "Value")]
 #[non_exhaustive]
 pub struct EncoderConfig {
     /// The family.
@@ -161,8 +153,8 @@ pub struct EncoderConfig {
     pub classifier_bias: bool,
     /// The activation of ModernBERT's heads.
     pub classifier_activation: String,
-    /// The token states that ModernBERT's classifier pools.
-    pub classifier_pooling: ClassifierPooling,
+    /// The token states that ModernBERT's classifier pools, those of the first token or the mean; default: the first.
+    pub classifier_pooling: PoolingMode,
     /// The attention type of each layer of ModernBERT; empty: every third layer is full, from the first.
     pub layer_types: Vec<LayerType>,
     /// The window of ModernBERT's sliding layers: a token sees `local_attention / 2` tokens on each side.
@@ -217,7 +209,7 @@ impl EncoderConfig {
             decoder_bias: true,
             classifier_bias: !modern,
             classifier_activation: "gelu".to_owned(),
-            classifier_pooling: ClassifierPooling::Cls,
+            classifier_pooling: PoolingMode::Cls,
             layer_types: Vec::new(),
             local_attention: 128,
             global_rope_theta: 160_000.0,
@@ -236,10 +228,7 @@ impl EncoderConfig {
     /// [`Error::Common`] if the file cannot be read or parsed or a value is out of range, [`Error::Unsupported`]
     /// for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<EncoderConfig> {
-        let path = dir.as_ref().join("config.json");
-        let text = text::read(&path)?;
-        let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
-        EncoderConfig::from_value(value)
+        EncoderConfig::from_fields(fields::read(dir.as_ref())?)
     }
 
     /// Parses the text of a `config.json`.
@@ -247,25 +236,25 @@ impl EncoderConfig {
     /// # Errors
     /// As [`EncoderConfig::from_dir`].
     pub fn from_json(text: &str) -> Result<EncoderConfig> {
-        let value = serde_json::from_str(text).map_err(Common::parse("JSON", "config.json"))?;
-        EncoderConfig::from_value(value)
+        EncoderConfig::from_fields(fields::parse(text)?)
     }
 
-    fn from_value(value: Value) -> Result<EncoderConfig> {
-        let Value::Object(map) = value else {
-            return Err(Common::option("config.json", value, "an object").into());
-        };
-        let mut fields = Fields::new(map);
+    /// Returns the object of `config.json` of a model without a head, in keys that transformers 4 and 5 read.
+    pub fn to_json(&self) -> Map<String, Value> {
+        super::config_json::write(self, architecture(self.family, HeadKind::Base))
+    }
+
+    fn from_fields(mut fields: Fields) -> Result<EncoderConfig> {
         let model_type = fields.string("model_type")?;
         let family = model_type
             .as_deref()
             .and_then(EncoderFamily::from_model_type);
         let Some(family) = family else {
-            return Err(Error::Unsupported {
-                key: "model_type".to_owned(),
-                found: model_type.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                supported: EncoderFamily::ALL.map(EncoderFamily::model_type).join(", "),
-            });
+            return Err(Error::unsupported(
+                "model_type",
+                model_type.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                EncoderFamily::ALL.map(EncoderFamily::model_type).join(", "),
+            ));
         };
         let config = super::config_json::read(family, fields)?;
         config.validate()?;
@@ -346,6 +335,10 @@ impl EncoderConfig {
         check_layers("num_hidden_layers", self.num_hidden_layers)?;
         if self.id2label.is_empty() {
             return Err(bad("num_labels", &0.into(), "a positive integer"));
+        }
+        if self.classifier_pooling == PoolingMode::LastToken {
+            let found = "last token".into();
+            return Err(bad("classifier_pooling", &found, "cls or mean"));
         }
         self.check_total()?;
         if self.hidden_size % self.num_attention_heads != 0 {
@@ -465,4 +458,18 @@ impl EncoderConfig {
 /// Returns transformers' names of `count` classes without names.
 pub(super) fn default_labels(count: i64) -> Vec<String> {
     (0..count).map(|index| format!("LABEL_{index}")).collect()
+}
+
+impl TryFrom<Value> for EncoderConfig {
+    type Error = Error;
+
+    fn try_from(value: Value) -> Result<EncoderConfig> {
+        EncoderConfig::from_fields(fields::object(value)?)
+    }
+}
+
+impl From<EncoderConfig> for Value {
+    fn from(config: EncoderConfig) -> Value {
+        Value::Object(config.to_json())
+    }
 }

@@ -2,9 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType, default_labels};
+use super::config::{EncoderConfig, EncoderFamily, ProblemType, default_labels};
 use crate::config::{Fields, LayerType, bad, layer_types, without_written_keys};
-use crate::{Error, Result};
+use crate::{Error, PoolingMode, Result};
 
 /// The largest number of classes: each has a name.
 const MAX_LABELS: i64 = 1 << 20;
@@ -55,14 +55,14 @@ fn read_bert(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
         let mut on = false;
         fields.boolean(key, &mut on)?;
         if on {
-            return Err(unsupported(key, "true", supported));
+            return Err(Error::unsupported(key, "true", supported));
         }
     }
     match fields.string("position_embedding_type")?.as_deref() {
         None | Some("absolute") => Ok(()),
-        Some(other) => Err(unsupported(
+        Some(other) => Err(Error::unsupported(
             "position_embedding_type",
-            &format!("{other:?}"),
+            format!("{other:?}"),
             "absolute",
         )),
     }
@@ -92,11 +92,11 @@ fn read_modern(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
     fields.boolean("decoder_bias", &mut config.decoder_bias)?;
     fields.boolean("classifier_bias", &mut config.classifier_bias)?;
     config.classifier_pooling = match fields.string("classifier_pooling")?.as_deref() {
-        None | Some("cls") => ClassifierPooling::Cls,
-        Some("mean") => ClassifierPooling::Mean,
+        None | Some("cls") => PoolingMode::Cls,
+        Some("mean") => PoolingMode::Mean,
         Some(other) => {
             let found = format!("{other:?}");
-            return Err(unsupported("classifier_pooling", &found, "cls, mean"));
+            return Err(Error::unsupported("classifier_pooling", found, "cls, mean"));
         }
     };
     fields.positive("local_attention", &mut config.local_attention)?;
@@ -126,7 +126,7 @@ fn read_rope(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
     fields.number("global_rope_theta", &mut config.global_rope_theta)?;
     fields.number("local_rope_theta", &mut config.local_rope_theta)?;
     if let Some(value) = fields.take("rope_scaling") {
-        return Err(unsupported("rope_scaling", &value.to_string(), "null"));
+        return Err(Error::unsupported("rope_scaling", value, "null"));
     }
     let Some(mut both) = fields.object("rope_parameters")? else {
         return Ok(());
@@ -143,7 +143,7 @@ fn read_rope(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
             None | Some("default") => {}
             Some(other) => {
                 let key = format!("rope_parameters.{key}.rope_type");
-                return Err(unsupported(&key, &format!("{other:?}"), "default"));
+                return Err(Error::unsupported(key, format!("{other:?}"), "default"));
             }
         }
     }
@@ -172,7 +172,7 @@ fn read_labels(config: &mut EncoderConfig, fields: &mut Fields) -> Result<()> {
                 .into_iter()
                 .find(|kind| kind.name() == name);
             let supported = ProblemType::ALL.map(ProblemType::name).join(", ");
-            let error = || unsupported("problem_type", &format!("{name:?}"), &supported);
+            let error = || Error::unsupported("problem_type", format!("{name:?}"), supported);
             Some(found.ok_or_else(error)?)
         }
     };
@@ -193,14 +193,6 @@ fn labels(value: &Value) -> Result<Vec<String>> {
             })
         })
         .collect()
-}
-
-fn unsupported(key: &str, found: &str, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found: found.to_owned(),
-        supported: supported.to_owned(),
-    }
 }
 
 /// Writes the object of `config.json` with transformers' class `architecture`.
@@ -268,8 +260,8 @@ fn modern(config: &EncoderConfig) -> Value {
         "hidden_activation": config.hidden_act,
         "classifier_activation": config.classifier_activation,
         "classifier_pooling": match config.classifier_pooling {
-            ClassifierPooling::Cls => "cls",
-            ClassifierPooling::Mean => "mean",
+            PoolingMode::Mean => "mean",
+            _ => "cls",
         },
         "norm_eps": config.layer_norm_eps,
         "initializer_cutoff_factor": config.initializer_cutoff_factor,

@@ -3,13 +3,13 @@ use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear, LinearWeight};
 use tch::{Kind, Reduction, Tensor};
 
-use super::config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
-use super::input::{Arrangement, Rows};
+use super::config::{EncoderConfig, EncoderFamily, ProblemType};
+use super::input::Arrangement;
 use super::model::Encoder;
 use super::parameters::head_names;
 use super::{BaseHead, ClassifierHead, EncoderInput, HeadKind, MaskedLmHead};
 use crate::Result;
-use crate::activation_names::activation_named;
+use crate::activation_names::{DenseActivation, activation_named};
 use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
@@ -51,15 +51,9 @@ pub type EncoderModel = Encoder<BaseHead>;
 #[derive(Debug)]
 pub(super) struct Head {
     dense: Option<Linear>,
-    activation: HeadActivation,
+    activation: DenseActivation,
     norm: Option<LayerNorm>,
     output: Option<Linear>,
-}
-
-#[derive(Debug)]
-enum HeadActivation {
-    Tanh,
-    Named(Activation),
 }
 
 impl Head {
@@ -80,14 +74,14 @@ impl Head {
         let activation = match (config.family, kind) {
             (EncoderFamily::ModernBert, _) => {
                 let name = &config.classifier_activation;
-                HeadActivation::Named(activation_named("classifier_activation", name)?)
+                DenseActivation::Named(activation_named("classifier_activation", name)?)
             }
             (EncoderFamily::Bert, HeadKind::MaskedLm) => {
-                HeadActivation::Named(activation_named("hidden_act", &config.hidden_act)?)
+                DenseActivation::Named(activation_named("hidden_act", &config.hidden_act)?)
             }
             // RoBERTa's is fixed.
-            (_, HeadKind::MaskedLm) => HeadActivation::Named(Activation::Gelu),
-            _ => HeadActivation::Tanh,
+            (_, HeadKind::MaskedLm) => DenseActivation::Named(Activation::Gelu),
+            _ => DenseActivation::Tanh,
         };
         let tied = kind == HeadKind::MaskedLm && config.tie_word_embeddings;
         let output = match names.output {
@@ -123,10 +117,7 @@ impl Head {
             return Ok(x.shallow_clone());
         };
         let x = dense.forward_with(x, fused)?;
-        let x = match self.activation {
-            HeadActivation::Tanh => x.f_tanh()?,
-            HeadActivation::Named(activation) => activation.apply(&x)?,
-        };
+        let x = self.activation.apply(&x)?;
         match &self.norm {
             Some(norm) => norm.forward(&x),
             None => Ok(x),
@@ -216,9 +207,9 @@ impl SequenceClassifier {
     pub fn forward(&self, input: EncoderInput<'_>) -> Result<Tensor> {
         let (rows, hidden) = self.computed(input)?;
         let config = self.config();
-        let mode = match config.classifier_pooling {
-            ClassifierPooling::Mean if config.is_modern() => PoolingMode::Mean,
-            _ => PoolingMode::Cls,
+        let mode = match config.is_modern() {
+            true => config.classifier_pooling,
+            false => PoolingMode::Cls,
         };
         let (fused, p) = (self.execution.fused_kernels, self.classifier_dropout());
         let mut x = pooled(&hidden, rows.sequences(), mode)?;
@@ -347,11 +338,7 @@ impl EncoderModel {
     /// As [`Encoder::hidden_states`].
     pub fn embed(&self, input: EncoderInput<'_>, pooling: &Pooling) -> Result<Tensor> {
         let (rows, hidden) = self.computed(input)?;
-        self.pool(&rows, &hidden, pooling)
-    }
-
-    fn pool(&self, rows: &Rows, hidden: &Tensor, pooling: &Pooling) -> Result<Tensor> {
-        let vectors = pooled(hidden, rows.sequences(), pooling.mode)?;
+        let vectors = pooled(&hidden, rows.sequences(), pooling.mode)?;
         match pooling.normalize {
             true => pooling.normalized(&vectors),
             false => Ok(vectors),

@@ -10,7 +10,7 @@ use super::layout::Layout;
 use super::parameters::parameters;
 use super::{EncoderConfig, HeadKind, LoadReport};
 use crate::checkpoint::{self, CheckpointConfig};
-use crate::init::initialise;
+use crate::init::initialize;
 use crate::parameters::{ModelTensors, ParameterRole, allocate};
 use crate::{InitOptions, LoadOptions, ParameterSpec, Result};
 
@@ -23,7 +23,7 @@ pub(super) fn initial(
     let (specs, layout) = (parameters(config, kind), Layout::new(config, kind));
     let kinds = vec![options.kind; specs.len()];
     let dense = allocate(specs.clone(), &kinds, options.device, &layout.adjacent())?;
-    initialise(&dense, &specs, options.seed)?;
+    initialize(&dense, &specs, options.seed)?;
     for ((_, tensor), spec) in dense.iter().zip(&specs) {
         clear_padding(config, spec, tensor)?;
     }
@@ -109,7 +109,7 @@ impl EncoderTensors {
             options.device,
             &[],
         )?;
-        initialise(&made, &missing, seed)?;
+        initialize(&made, &missing, seed)?;
         held.extend(made);
         parts.parameters = specs
             .iter()

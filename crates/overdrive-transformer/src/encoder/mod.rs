@@ -1,6 +1,5 @@
 //! Bidirectional encoders: BERT, RoBERTa, XLM-RoBERTa and ModernBERT with their heads.
 
-mod attend;
 mod backbone;
 mod config;
 mod config_json;
@@ -10,10 +9,8 @@ mod layout;
 mod load;
 mod model;
 mod parameters;
-mod quantize;
 
-pub(crate) use attend::attend;
-pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
+pub use config::{EncoderConfig, EncoderFamily, ProblemType};
 pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
 pub use input::EncoderInput;
 pub(crate) use load::EncoderTensors;

@@ -1,7 +1,7 @@
 use std::marker::PhantomData;
 use std::path::Path;
 
-use overdrive_nn::{AdapterHost, AdapterState, Linear, LinearWeight};
+use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear};
 use overdrive_quantization::QuantizedWeight;
 use tch::{Device, Kind, Tensor};
 
@@ -12,11 +12,14 @@ use super::layout::Layout;
 use super::parameters::{head_names, own_prefix, parameters};
 use super::{EncoderConfig, EncoderHead, EncoderInput, load};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
+use crate::model_parts::ModelParts;
 use crate::parameters::{
-    ModelTensors, ParameterMap, ParameterRole, handles, set_requires_grad, set_training_of_layers,
+    ModelTensors, ParameterMap, handles, set_requires_grad, set_training_of_layers,
 };
 use crate::projections::visit_linear;
-use crate::{Execution, InitOptions, LoadOptions, ParameterSpec, Result, SaveOptions};
+use crate::{
+    Execution, InitOptions, LoadOptions, ParameterSpec, QuantizeOptions, Result, SaveOptions,
+};
 
 /// The differences between a checkpoint and the model that was read from it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -111,18 +114,13 @@ impl<H: EncoderHead> Encoder<H> {
     /// As [`CausalLm::save_pretrained`](crate::CausalLm::save_pretrained).
     pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
         let layout = Layout::new(&self.config, H::KIND);
-        let mut contents = Contents {
+        let contents = Contents {
             config: &layout,
             dense: self.named_parameters(),
-            quantized: Default::default(),
+            quantized: self.quantized_weights(),
             kind: self.kind(),
             generation: None,
         };
-        self.for_each_quantized(&mut |name, weight| {
-            contents
-                .quantized
-                .insert(name.to_owned(), weight.shallow_clone());
-        });
         checkpoint::write(dir.as_ref(), &contents, options)
     }
 
@@ -187,53 +185,47 @@ impl<H: EncoderHead> Encoder<H> {
         handles(&self.parameters)
     }
 
-    /// Removes a dense parameter from the list.
-    pub(super) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
-        let index = self.parameters.iter().position(|(own, _)| own == name)?;
-        Some(self.parameters.remove(index).1)
-    }
-
-    /// Returns every parameter of the configuration.
-    pub(super) fn specs(&self) -> Vec<ParameterSpec> {
-        parameters(&self.config, H::KIND)
-    }
-
-    /// Returns the module of the output layer that shares the weight of the embedding, if one does.
-    pub(super) fn tied_head(&self) -> Option<&'static str> {
-        Layout::new(&self.config, H::KIND).tied_head()
-    }
-
     /// Returns the number of elements of all parameters, quantized ones included and adapters not.
     pub fn num_parameters(&self) -> i64 {
         self.specs().iter().map(ParameterSpec::numel).sum()
     }
 
-    /// Returns `true` if any weight is quantized.
-    pub fn is_quantized(&self) -> bool {
-        let mut any = false;
-        self.for_each_quantized(&mut |_, _| any = true);
-        any
+    /// Returns the number of bytes of all parameters, dense and quantized, without adapters. Tied parameters count
+    /// once.
+    pub fn memory_footprint(&self) -> usize {
+        ModelParts::bytes(self)
     }
 
-    /// Lends each quantized weight with the name of its module; a table that the output layer shares comes once.
-    pub(super) fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
-        let table = self.backbone.embedding.quantized_table();
-        if let Some(table) = table {
-            let specs = self.specs();
-            let embedding = specs
-                .iter()
-                .find(|spec| spec.role == ParameterRole::Embedding);
-            see(embedding.map_or("", ParameterSpec::module), table);
-        }
-        let mut see = |linear: &Linear| {
-            if let LinearWeight::Quantized(weight) = linear.weight()
-                && !table.is_some_and(|table| table.shares_storage_with(weight))
-            {
-                see(linear.name(), weight);
-            }
-        };
-        self.backbone.for_each_linear(&mut see);
-        self.head.linears().for_each(see);
+    /// Returns the names of the adapters of all layers, active or not, in the order of their first layer.
+    pub fn adapter_names(&self) -> Vec<String> {
+        self.names_of_adapters()
+    }
+
+    /// Returns `true` if any weight is quantized.
+    pub fn is_quantized(&self) -> bool {
+        self.any_quantized()
+    }
+
+    /// Quantizes the model in place, layer by layer: each dense weight is freed as soon as it is quantized. The
+    /// classifier, or the output layer of a masked language model with the embedding that it shares, is quantized only
+    /// with [`QuantizeOptions::head`]. To load a checkpoint without holding all dense weights in memory, see
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
+    ///
+    /// # Errors
+    /// [`Error::Quantization`](crate::Error::Quantization) for a weight that does not fit the scheme or is not
+    /// finite; [`overdrive_nn::Error::InUse`] while a graph needs the weights.
+    pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
+        self.quantize_layers(options, &mut |_, weight, scheme| {
+            QuantizedWeight::quantize(weight, scheme)
+        })
+    }
+
+    /// Makes every quantized weight dense again, as [`CausalLm::dequantize`](crate::CausalLm::dequantize) does.
+    ///
+    /// # Errors
+    /// As [`CausalLm::dequantize`](crate::CausalLm::dequantize).
+    pub fn dequantize(&mut self) -> Result<()> {
+        self.dequantize_layers()
     }
 
     /// Makes every dense parameter require a gradient, or not.
@@ -288,6 +280,48 @@ impl<H: EncoderHead> Encoder<H> {
     /// Returns the dtype of the dense parameters.
     pub fn kind(&self) -> Kind {
         self.backbone.embedding.kind()
+    }
+}
+
+impl<H: EncoderHead> ModelParts for Encoder<H> {
+    fn specs(&self) -> Vec<ParameterSpec> {
+        parameters(&self.config, H::KIND)
+    }
+
+    fn dense(&self) -> &Vec<(String, Tensor)> {
+        &self.parameters
+    }
+
+    fn dense_mut(&mut self) -> &mut Vec<(String, Tensor)> {
+        &mut self.parameters
+    }
+
+    fn table(&self) -> &Embedding {
+        &self.backbone.embedding
+    }
+
+    fn table_mut(&mut self) -> &mut Embedding {
+        &mut self.backbone.embedding
+    }
+
+    fn tied_head(&self) -> Option<&'static str> {
+        Layout::new(&self.config, H::KIND).tied_head()
+    }
+
+    fn untie(&mut self) {
+        self.config.tie_word_embeddings = false;
+        let names = head_names(self.config.family, H::KIND);
+        // An output layer of its own has its bias, too.
+        if let (Some(bias), Some(output)) = (names.output_bias, names.output)
+            && let Some((name, _)) = self.parameters.iter_mut().find(|(name, _)| name == bias)
+        {
+            *name = format!("{output}.bias");
+        }
+    }
+
+    fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
+        self.backbone.for_each_linear(see);
+        self.head.linears().for_each(see);
     }
 }
 

@@ -216,9 +216,7 @@ impl GatedMlp {
             }
             Gate::Plain(activation) => {
                 let inner = self.gate_up.outputs() as i64 / 2;
-                let parts = self.gate_up.forward_split(x, &[inner, inner], fused)?;
-                let [gate, up] = <[Tensor; 2]>::try_from(parts)
-                    .map_err(|_| overdrive_core::Error::internal("a gate without its values"))?;
+                let [gate, up] = self.gate_up.split(x, [inner, inner], fused)?;
                 let gate = match self.sparsity {
                     Some(sparsity) => sparsity.forward(&gate)?,
                     None => gate,

@@ -31,8 +31,7 @@ pub fn save_gguf_adapter(
         serde_json::from_str(&text::read(&file)?).map_err(Common::parse("JSON", &file))?;
     let alpha = check(&settings)?;
     let by_root = settings.get("use_rslora") == Some(&Value::Bool(true));
-    let file =
-        MappedFile::open(folder.join("adapter_model.safetensors")).map_err(Error::WeightFile)?;
+    let file = MappedFile::open(folder.join("adapter_model.safetensors"))?;
     // By module, the two factors.
     let mut pairs: BTreeMap<String, [Option<Tensor>; 2]> = BTreeMap::new();
     for tensor in file.tensors() {
@@ -43,9 +42,7 @@ pub fn save_gguf_adapter(
                 "lora_A and lora_B of linear layers",
             )
         })?;
-        let tensor = tensor
-            .copy_to_tensor(None, Device::Cpu)
-            .map_err(Error::WeightFile)?;
+        let tensor = tensor.copy_to_tensor(None, Device::Cpu)?;
         pairs.entry(module.to_owned()).or_default()[at] = Some(tensor.f_to_kind(Kind::Float)?);
     }
     let own = metadata(config)?;
@@ -158,9 +155,5 @@ fn module_of(name: &str) -> Option<(&str, usize)> {
 }
 
 fn unsupported(key: &str, found: &str, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found: found.to_owned(),
-        supported: format!("{supported}, in GGUF files"),
-    }
+    Error::unsupported(key, found, format!("{supported}, in GGUF files"))
 }

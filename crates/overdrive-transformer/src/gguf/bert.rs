@@ -95,11 +95,11 @@ pub(crate) fn pooling_of_gguf(file: &GgufFile) -> Result<Option<Pooling>> {
         Some(2) => PoolingMode::Cls,
         Some(3) => PoolingMode::LastToken,
         Some(other) => {
-            return Err(Error::Unsupported {
-                key: keys.key("pooling_type"),
-                found: other.to_string(),
-                supported: "1 (mean), 2 (cls), 3 (last)".to_owned(),
-            });
+            return Err(Error::unsupported(
+                keys.key("pooling_type"),
+                other,
+                "1 (mean), 2 (cls), 3 (last)",
+            ));
         }
     };
     Ok(Some(Pooling {
@@ -126,14 +126,14 @@ fn config(file: &GgufFile) -> Result<EncoderConfig> {
     let value = file.value("general.architecture");
     let architecture = value.and_then(GgufValue::as_str).unwrap_or_default();
     let Some(family) = family_of(architecture) else {
-        return Err(Error::Unsupported {
-            key: "general.architecture".to_owned(),
-            found: value.map_or("missing".to_owned(), |value| format!("{value:?}")),
-            supported: format!(
+        return Err(Error::unsupported(
+            "general.architecture",
+            value.map_or("missing".to_owned(), |value| format!("{value:?}")),
+            format!(
                 "{}, for an encoder",
                 ARCHITECTURES.map(|(name, _)| name).join(", ")
             ),
-        });
+        ));
     };
     let keys = Keys { file, architecture };
     let layers = keys.required("block_count")?;
@@ -176,10 +176,8 @@ impl Keys<'_> {
         config.global_rope_theta = self.number("rope.freq_base")?.unwrap_or(10_000.0);
         let local = self.number("rope.freq_base_swa")?;
         config.local_rope_theta = local.unwrap_or(config.global_rope_theta);
-        let unsupported = |name: &str, supported: &str| Error::Unsupported {
-            key: self.key(name),
-            found: format!("{:?}", self.value(name)),
-            supported: supported.to_owned(),
+        let unsupported = |name: &str, supported: &str| {
+            Error::unsupported(self.key(name), format!("{:?}", self.value(name)), supported)
         };
         let scaling = "rope.scaling.type";
         if !matches!(self.text(scaling), None | Some("none")) {

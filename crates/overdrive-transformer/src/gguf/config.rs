@@ -51,11 +51,11 @@ impl ModelConfig {
             // Which of the two is told below.
             Some("deepseek2") => LlamaFamily::DeepseekV2,
             other => {
-                return Err(Error::Unsupported {
-                    key: "general.architecture".to_owned(),
-                    found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: SUPPORTED.to_owned(),
-                });
+                return Err(Error::unsupported(
+                    "general.architecture",
+                    other.map_or("missing".to_owned(), |name| format!("{name:?}")),
+                    SUPPORTED,
+                ));
             }
         };
         let keys = Keys {
@@ -98,11 +98,11 @@ impl Keys<'_> {
         };
         let same = |key: &str| -> Result<()> {
             match self.integer(key)? {
-                Some(other) if other != head_dim => Err(Error::Unsupported {
-                    key: self.key(key),
-                    found: other.to_string(),
-                    supported: format!("{head_dim}, the length of keys"),
-                }),
+                Some(other) if other != head_dim => Err(Error::unsupported(
+                    self.key(key),
+                    other,
+                    format!("{head_dim}, the length of keys"),
+                )),
                 _ => Ok(()),
             }
         };
@@ -210,12 +210,11 @@ impl Keys<'_> {
             _ if LlamaConfig::of(family).experts.is_some() => Ok(family),
             LlamaFamily::Gemma4 => Ok(family),
             LlamaFamily::Llama if experts > 0 => Ok(LlamaFamily::Mixtral),
-            _ if experts > 0 => Err(Error::Unsupported {
-                key: self.key("expert_count"),
-                found: experts.to_string(),
-                supported: "0; only files of llama, gemma4, gpt-oss, deepseek2, qwen2moe, qwen3moe, qwen3next and qwen35moe may have experts"
-                    .to_owned(),
-            }),
+            _ if experts > 0 => Err(Error::unsupported(
+                self.key("expert_count"),
+                experts,
+                "0; only files of llama, gemma4, gpt-oss, deepseek2, qwen2moe, qwen3moe, qwen3next and qwen35moe may have experts",
+            )),
             _ => Ok(family),
         }
     }
@@ -251,12 +250,11 @@ impl Keys<'_> {
         let heads = self.value(name).and_then(GgufValue::as_i64s);
         match heads.unwrap_or_default().contains(&0) {
             false => Ok(()),
-            true => Err(Error::Unsupported {
-                key: self.key(name),
-                found: "0 for some layers".to_owned(),
-                supported: "a positive number for each, a Granite 4 without Mamba layers"
-                    .to_owned(),
-            }),
+            true => Err(Error::unsupported(
+                self.key(name),
+                "0 for some layers",
+                "a positive number for each, a Granite 4 without Mamba layers",
+            )),
         }
     }
 
@@ -405,11 +403,11 @@ impl Keys<'_> {
     /// Checks that a number, if the file has it, is the one that is implemented.
     pub(super) fn only(&self, name: &str, implemented: f64) -> Result<()> {
         match self.number(name)? {
-            Some(found) if found != implemented => Err(Error::Unsupported {
-                key: self.key(name),
-                found: found.to_string(),
-                supported: implemented.to_string(),
-            }),
+            Some(found) if found != implemented => Err(Error::unsupported(
+                self.key(name),
+                found,
+                implemented.to_string(),
+            )),
             _ => Ok(()),
         }
     }

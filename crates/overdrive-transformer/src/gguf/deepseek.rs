@@ -60,12 +60,11 @@ impl Keys<'_> {
         experts.routed_scaling_factor = scale.filter(|&scale| scale != 0.0).unwrap_or(1.0);
         experts.norm_topk_prob = self.flag("expert_weights_norm")?.unwrap_or(false);
         if family == LlamaFamily::DeepseekV2 && experts.norm_topk_prob {
-            return Err(Error::Unsupported {
-                key: self.key("expert_weights_norm"),
-                found: "true".to_owned(),
-                supported: "false, unless the scores are sigmoids (expert_gating_func 2)"
-                    .to_owned(),
-            });
+            return Err(Error::unsupported(
+                self.key("expert_weights_norm"),
+                "true",
+                "false, unless the scores are sigmoids (expert_gating_func 2)",
+            ));
         }
         experts.n_group = self.integer("expert_group_count")?.or(Some(1));
         experts.topk_group = self.integer("expert_group_used_count")?.or(Some(1));

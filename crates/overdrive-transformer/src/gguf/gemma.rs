@@ -195,11 +195,11 @@ impl Keys<'_> {
             if let (Some(found), Some(size)) = (self.integer(key)?, size)
                 && found != size
             {
-                return Err(Error::Unsupported {
-                    key: self.key(key),
-                    found: found.to_string(),
-                    supported: format!("{size}, the length of keys"),
-                });
+                return Err(Error::unsupported(
+                    self.key(key),
+                    found,
+                    format!("{size}, the length of keys"),
+                ));
             }
         }
         // Of layers with a window, and of those without.
@@ -273,12 +273,10 @@ impl Keys<'_> {
                 factor: 1.0,
             });
         }
-        Err(Error::Unsupported {
-            key: "rope_freqs.weight".to_owned(),
-            found: "other divisors".to_owned(),
-            supported:
-                "1 for the frequencies that are kept, followed by at least 1e20 for the others"
-                    .to_owned(),
-        })
+        Err(Error::unsupported(
+            "rope_freqs.weight",
+            "other divisors",
+            "1 for the frequencies that are kept, followed by at least 1e20 for the others",
+        ))
     }
 }

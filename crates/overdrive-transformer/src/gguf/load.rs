@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 use super::deepseek;
 use super::names::is_unread;
 use super::placement::{Form, Placement, placements};
+use crate::checkpoint::CheckpointConfig;
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
@@ -108,11 +109,11 @@ pub(super) fn tensors(
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let ModelConfig::Llama(llama) = config else {
-        return Err(Error::Unsupported {
-            key: "general.architecture".to_owned(),
-            found: "another family".to_owned(),
-            supported: "models of the Llama family".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "general.architecture",
+            "another family",
+            "models of the Llama family",
+        ));
     };
     let arrangement = Arrangement {
         tied: config.tie_word_embeddings(),

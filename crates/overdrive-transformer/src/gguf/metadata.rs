@@ -80,14 +80,14 @@ impl Metadata {
         found: impl std::fmt::Display,
         supported: &str,
     ) -> Error {
-        Error::Unsupported {
-            key: key.to_owned(),
-            found: found.to_string(),
-            supported: format!(
+        Error::unsupported(
+            key,
+            found,
+            format!(
                 "{supported}, in GGUF files of the architecture `{}`",
                 self.architecture
             ),
-        }
+        )
     }
 
     /// Checks an option against the only value that llama.cpp implements.
@@ -135,11 +135,11 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         | F::Gemma3n
         | F::Qwen3Vl
         | F::Qwen3VlMoe => {
-            return Err(Error::Unsupported {
-                key: "model_type".to_owned(),
-                found: format!("{:?}", family.model_type()),
-                supported: "the other families in GGUF files; save this one as a folder".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "model_type",
+                format!("{:?}", family.model_type()),
+                "the other families in GGUF files; save this one as a folder",
+            ));
         }
     });
     check_llama(&own, config)?;

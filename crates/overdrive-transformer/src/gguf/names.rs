@@ -270,32 +270,9 @@ mod tests {
     #[test]
     fn every_parameter_of_every_family_has_a_name_of_its_own() {
         use LlamaFamily as F;
-        for family in [
-            F::Llama,
-            F::Mistral,
-            F::Qwen2,
-            F::Qwen3,
-            F::Phi,
-            F::Phi3,
-            F::Gemma,
-            F::Gemma2,
-            F::Gemma3,
-            F::Mixtral,
-            F::Qwen3Moe,
-            F::SmolLm3,
-            F::Olmo2,
-            F::Olmo3,
-            F::Granite,
-            F::Glm4,
-            F::Qwen2Moe,
-            F::Gemma3n,
-            F::Gemma4,
-            F::Qwen3Next,
-            F::Qwen35,
-            F::Qwen35Moe,
-            F::GptOss,
-            F::Ministral3,
-        ] {
+        // The tower of a Qwen3-VL is in a file of its own, and a Granite 4 is a Granite 3 in files.
+        let has_files = |family: &F| !family.is_qwen3_vl() && *family != F::GraniteMoeHybrid;
+        for family in F::ALL.into_iter().filter(has_files) {
             let mut config = LlamaConfig {
                 num_hidden_layers: 2,
                 tie_word_embeddings: false,

@@ -11,6 +11,8 @@ use super::file_type::{GgufFileType, Mixture};
 use super::metadata::metadata;
 use super::names::{gguf_name, gguf_shape};
 use super::placement::{inverse, placements};
+use crate::checkpoint::CheckpointConfig;
+use crate::model_parts::ModelParts;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LoadProgress, ModelConfig, Result};
 
@@ -61,11 +63,11 @@ impl CausalLm {
     /// and if the file cannot be written.
     pub fn save_gguf(&self, path: impl AsRef<Path>, options: &GgufOptions) -> Result<()> {
         if let Some(name) = self.adapter_names().first() {
-            return Err(crate::Error::Unsupported {
-                key: "adapter".to_owned(),
-                found: name.clone(),
-                supported: "none; merge it into the weights first (`merge_and_unload`)".to_owned(),
-            });
+            return Err(crate::Error::unsupported(
+                "adapter",
+                name,
+                "none; merge it into the weights first (`merge_and_unload`)",
+            ));
         }
         let config = self.config();
         let mut own = metadata(config)?;
@@ -192,13 +194,9 @@ struct Weights {
 
 impl Weights {
     fn of(model: &CausalLm) -> Weights {
-        let mut quantized = HashMap::new();
-        model.for_each_quantized(&mut |name, weight| {
-            quantized.insert(name.to_owned(), weight.shallow_clone());
-        });
         Weights {
             dense: model.named_parameters().into_iter().collect(),
-            quantized,
+            quantized: model.quantized_weights(),
         }
     }
 

@@ -229,7 +229,6 @@ impl Llama {
             execution: execution.clone(),
             balance,
             layer_inputs,
-            shared_kv: RefCell::default(),
             images: input.images.map(ImageTokens::share),
         };
         if training {
@@ -241,14 +240,16 @@ impl Llama {
         // Neither a LayerNorm, nor the rotation of neighbouring channels, nor latent or linear attention has a kernel on
         // slices.
         let halves = context.rotation.convention == Convention::HalfSplit;
+        // A graph with checkpoints shares the context, and has keys and values of its own, as it runs the blocks again.
+        let (context, shared_kv) = (Shared::new(context), RefCell::default());
         let on_rows = self.has_rows
             && matches!(self.norm, Norm::Rms(_))
             && halves
             && decode_step::applies(input, &x, execution, training);
         let mut stream = Stream::new(x);
         if let Some(cache) = input.cache.as_deref_mut().filter(|_| on_rows) {
-            stream = self
-                .run_on_rows(&stream.x, &context, cache)?
+            stream = context
+                .with(|context| self.run_on_rows(&stream.x, context, cache))?
                 .select(input.logits)?;
             let hidden = stream.finished(&self.norm, execution.fused_kernels)?;
             return Ok((hidden, None));
@@ -260,9 +261,11 @@ impl Llama {
                 .images
                 .is_some_and(|images| images.learns_at(group.blocks.start));
             stream = if group.checkpointed && input.cache.is_none() && !learns {
-                self.recomputed(group.blocks, stream, &context)?
+                self.recomputed(group.blocks, stream, &context, &shared_kv, execution)?
             } else {
-                self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
+                let cache = input.cache.as_deref_mut();
+                context
+                    .with(|context| self.run(group.blocks, stream, context, &shared_kv, cache))?
             };
         }
         // Before the last norm, so that it is computed for the wanted positions only.
@@ -293,9 +296,10 @@ impl Llama {
         buffers.begin(x)?;
         // Operators would run on one thread each, so threads are not limited if the last pass needed operators.
         let team = std::mem::replace(&mut buffers.on_slices, true);
+        let shared_kv = RefCell::default();
         let mut layers = || {
             for (layer, plan) in self.plans.iter().enumerate() {
-                let step = context.step(layer, *plan, Some(&mut *cache));
+                let step = context.step(layer, *plan, &shared_kv, Some(&mut *cache));
                 let angles = second
                     .as_ref()
                     .filter(|_| plan.second_rotary)
@@ -323,10 +327,11 @@ impl Llama {
         blocks: Range<usize>,
         mut stream: Stream,
         context: &Context,
+        shared_kv: &RefCell<SharedKv>,
         mut cache: Option<&mut (dyn KvCache + '_)>,
     ) -> Result<Stream> {
         for layer in blocks {
-            let step = context.step(layer, self.plans[layer], cache.as_deref_mut());
+            let step = context.step(layer, self.plans[layer], shared_kv, cache.as_deref_mut());
             let balance = &context.balance;
             stream = self.blocks[layer].with(|block| block.forward(stream, step, balance))?;
             stream = context.deepened(layer, stream)?;
@@ -339,28 +344,31 @@ impl Llama {
         &self,
         blocks: Range<usize>,
         mut stream: Stream,
-        context: &Context,
+        context: &Shared<Context>,
+        shared_kv: &RefCell<SharedKv>,
+        execution: &Execution,
     ) -> Result<Stream> {
         let before = stream.load.take();
         // Handles, as backward runs the closure again after this call.
         let members: Vec<_> = blocks
             .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();
-        let options = &context.execution.checkpoint_options;
-        let (kept, context) = (&context.shared_kv, context.share());
+        let options = &execution.checkpoint_options;
+        let (context, own) = (context.clone(), RefCell::new(shared_kv.borrow().share()));
         // The sum is passed, not its two addends: the checkpoint then saves one tensor.
-        let (x, load, shared_kv) = checkpoint_with(&[&stream.sum()?], options, move |inputs| {
-            let mut stream = Stream::new(inputs[0].shallow_clone());
-            for (layer, plan, block) in &members {
-                let step = context.step(*layer, *plan, None);
-                stream = block.with(|block| block.forward(stream, step, &context.balance))?;
-                stream = context.deepened(*layer, stream)?;
-            }
-            let shared_kv = context.shared_kv.borrow().share();
-            Ok((stream.sum()?, stream.load, shared_kv))
+        let (x, load, put) = checkpoint_with(&[&stream.sum()?], options, move |inputs| {
+            context.with(|context| {
+                let mut stream = Stream::new(inputs[0].shallow_clone());
+                for (layer, plan, block) in &members {
+                    let step = context.step(*layer, *plan, &own, None);
+                    stream = block.with(|block| block.forward(stream, step, &context.balance))?;
+                    stream = context.deepened(*layer, stream)?;
+                }
+                let put = own.borrow().share();
+                Ok((stream.sum()?, stream.load, put))
+            })
         })?;
-        // The graph has its own copy, as it runs the blocks again.
-        kept.replace(shared_kv);
+        shared_kv.replace(put);
         Ok(Stream {
             x,
             delta: None,
@@ -463,7 +471,11 @@ impl Llama {
         // All sliding layers of a model have one width, so two masks serve all layers.
         let window = self.plans.iter().find_map(|plan| plan.window);
         let mask = |window: Option<i64>| match self.bidirectional {
-            true => Ok(Mask::bidirectional(input, shape, window.map(|w| w / 2))),
+            true => Ok(Mask::bidirectional(
+                input.sequences,
+                shape.tokens,
+                window.map(|w| w / 2),
+            )),
             false => Mask::causal(input, shape, window),
         };
         Ok(Masks {
@@ -483,7 +495,6 @@ struct Context {
     execution: Execution,
     balance: LoadBalance,
     layer_inputs: Option<Tensor>,
-    shared_kv: RefCell<SharedKv>,
     images: Option<ImageTokens>,
 }
 
@@ -492,6 +503,7 @@ impl Context {
         &'a self,
         layer: usize,
         plan: Plan,
+        shared_kv: &'a RefCell<SharedKv>,
         cache: Option<&'a mut (dyn KvCache + 'c)>,
     ) -> AttentionStep<'a, 'c> {
         let second = self.second_rotation.as_ref().filter(|_| plan.second_rotary);
@@ -504,7 +516,7 @@ impl Context {
             residual_dropout: self.residual_dropout,
             execution: &self.execution,
             layer_inputs: self.layer_inputs.as_ref(),
-            shared_kv: &self.shared_kv,
+            shared_kv,
         }
     }
 
@@ -520,24 +532,6 @@ impl Context {
             },
             None => stream,
         })
-    }
-
-    fn share(&self) -> Context {
-        Context {
-            rotation: self.rotation.share(),
-            second_rotation: self.second_rotation.as_ref().map(Rotation::share),
-            masks: Masks {
-                full: self.masks.full.share(),
-                sliding: self.masks.sliding.as_ref().map(Mask::share),
-            },
-            dropout: self.dropout,
-            residual_dropout: self.residual_dropout,
-            execution: self.execution.clone(),
-            balance: self.balance.share(),
-            layer_inputs: self.layer_inputs.as_ref().map(Tensor::shallow_clone),
-            shared_kv: RefCell::new(self.shared_kv.borrow().share()),
-            images: self.images.as_ref().map(ImageTokens::share),
-        }
     }
 }
 

@@ -87,14 +87,3 @@ pub(crate) struct LoadBalance {
     /// If `true`, the noise of training applies.
     pub(crate) training: bool,
 }
-
-impl LoadBalance {
-    /// Returns another handle to the same values.
-    pub(crate) fn share(&self) -> LoadBalance {
-        LoadBalance {
-            is_wanted: self.is_wanted,
-            mask: self.mask.as_ref().map(Tensor::shallow_clone),
-            training: self.training,
-        }
-    }
-}

@@ -9,7 +9,7 @@ use crate::config::LlamaConfig;
 use crate::feed_forward::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
-use crate::sigmoid_gates::sigmoid;
+use crate::sigmoid_gates::{scale_by_sigmoids, sigmoid};
 
 /// A feed-forward block whose output is multiplied by a gate of each token, `sigmoid(gate(x)) · mlp(x)` (Qwen2-MoE), or
 /// that has no gate (DeepSeek).
@@ -63,18 +63,19 @@ impl SharedExpert {
         [joint, inner]: [&mut Vec<f32>; 2],
         y: &mut [f32],
     ) -> Result<bool> {
-        let (mut gates, mut outputs) = (vec![0.0; x.len() / width.max(1)], vec![0.0; x.len()]);
+        let (mut factors, mut outputs) = (vec![1.0; x.len() / width.max(1)], vec![0.0; x.len()]);
         let gated = match &self.gate {
-            Some(gate) => joint_forward_into(x, &[gate], &mut gates)?,
+            Some(gate) => {
+                let mut gates = vec![0.0; factors.len()];
+                let is_gated = joint_forward_into(x, &[gate], &mut gates)?;
+                scale_by_sigmoids(&mut factors, &gates);
+                is_gated
+            }
             None => true,
         };
         let computed = self.mlp.forward_rows(x, joint, inner, &mut outputs)?;
         let rows = y.chunks_exact_mut(width).zip(outputs.chunks_exact(width));
-        for ((y, outputs), gate) in rows.zip(gates) {
-            let factor = match self.gate {
-                Some(_) => 1.0 / (1.0 + (-gate).exp()),
-                None => 1.0,
-            };
+        for ((y, outputs), factor) in rows.zip(factors) {
             for (y, output) in y.iter_mut().zip(outputs) {
                 *y += factor * output;
             }

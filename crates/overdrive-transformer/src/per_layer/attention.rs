@@ -82,11 +82,8 @@ impl PerLayerAttention {
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let options = AttendOptions {
-            implementation: step.execution.attention,
-            dropout: step.dropout,
             scale: Some(self.scale),
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(step.execution.attention, step.dropout)
         };
         let layer = step.layer;
         let (query, own) = self.heads(x, &step)?;
@@ -196,12 +193,11 @@ fn check_dropout(dropout: f64) -> Result<()> {
     if dropout == 0.0 {
         return Ok(());
     }
-    Err(Error::Unsupported {
-        key: "attention_dropout".to_owned(),
-        found: dropout.to_string(),
-        supported: "0 over a cache, for a model whose layers share keys and values; call `set_training(false)`"
-            .to_owned(),
-    })
+    Err(Error::unsupported(
+        "attention_dropout",
+        dropout,
+        "0 over a cache, for a model whose layers share keys and values; call `set_training(false)`",
+    ))
 }
 
 fn no_keys(layer: usize) -> Error {

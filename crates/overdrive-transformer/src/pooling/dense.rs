@@ -1,5 +1,6 @@
 use std::path::Path;
 
+use overdrive_fused::Activation;
 use overdrive_nn::Linear;
 use overdrive_quantization::GgufFile;
 use overdrive_safetensors::MappedFile;
@@ -7,20 +8,15 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::modules::read_config;
+use crate::activation_names::DenseActivation;
 use crate::{Error, Result};
 
 /// The activations of a dense layer, by the name of the class in PyTorch.
-const ACTIVATIONS: [(&str, Option<Activation>); 3] = [
+const ACTIVATIONS: [(&str, Option<DenseActivation>); 3] = [
     ("Identity", None),
-    ("Tanh", Some(Activation::Tanh)),
-    ("ReLU", Some(Activation::Relu)),
+    ("Tanh", Some(DenseActivation::Tanh)),
+    ("ReLU", Some(DenseActivation::Named(Activation::Relu))),
 ];
-
-#[derive(Debug, Clone, Copy)]
-enum Activation {
-    Tanh,
-    Relu,
-}
 
 /// A dense layer over embeddings, `sentence_transformers.models.Dense`.
 #[derive(Debug)]
@@ -28,17 +24,19 @@ pub(super) struct Dense {
     linear: Linear,
     /// The numbers of inputs and outputs.
     size: [i64; 2],
-    activation: Option<Activation>,
+    activation: Option<DenseActivation>,
 }
 
 impl Dense {
     /// Reads `config.json` and `model.safetensors` of the layer.
     pub(super) fn from_dir(folder: &Path, device: Device, kind: Kind) -> Result<Dense> {
         let config = read_config(folder)?;
-        let refused = |key: &str, found: String, supported: &str| Error::Unsupported {
-            key: format!("{}: {key}", folder.join("config.json").display()),
-            found,
-            supported: supported.to_owned(),
+        let refused = |key: &str, found: String, supported: &str| {
+            Error::unsupported(
+                format!("{}: {key}", folder.join("config.json").display()),
+                found,
+                supported,
+            )
         };
         let name = config.get("activation_function").and_then(Value::as_str);
         // `torch.nn.modules.activation.Tanh`.
@@ -103,10 +101,9 @@ impl Dense {
     /// Computes the layer of `x (N, C)`.
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = self.linear.forward(x)?;
-        Ok(match self.activation {
-            None => x,
-            Some(Activation::Tanh) => x.f_tanh()?,
-            Some(Activation::Relu) => x.f_relu()?,
-        })
+        match self.activation {
+            None => Ok(x),
+            Some(activation) => activation.apply(&x),
+        }
     }
 }

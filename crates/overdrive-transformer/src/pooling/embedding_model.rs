@@ -137,16 +137,8 @@ impl EmbeddingModel {
     /// [`Error::ContextExceeded`] for a sequence longer than [`max_length`](EmbeddingModel::max_length),
     /// [`Error::Common`] for a sequence without tokens, and errors of libtorch.
     pub fn embed(&self, sequences: &[TokenSequence]) -> Result<Tensor> {
-        let longest = sequences.iter().map(|sequence| sequence.ids.len()).max();
-        let longest = longest.unwrap_or(0) as i64;
-        if longest > self.max_length {
-            return Err(Error::ContextExceeded {
-                positions: longest,
-                limit: self.max_length,
-                key: "max_seq_length",
-            });
-        }
-        let packed = Packed::new(sequences, self.transformer.device())?;
+        let device = self.transformer.device();
+        let packed = Packed::new(sequences, self.max_length, "max_seq_length", device)?;
         let hidden = match &self.transformer {
             Transformer::Encoder(model) => model.hidden_states(packed.encoder_input(model))?,
             Transformer::Decoder(model) => {
@@ -260,11 +252,7 @@ fn with_encoders(error: Error) -> Error {
             supported,
         } if key == "model_type" => {
             let encoders = EncoderFamily::ALL.map(EncoderFamily::model_type).join(", ");
-            Error::Unsupported {
-                key,
-                found,
-                supported: format!("{encoders}, {supported}"),
-            }
+            Error::unsupported(key, found, format!("{encoders}, {supported}"))
         }
         other => other,
     }

@@ -51,14 +51,14 @@ impl Modules {
                 _ => false,
             };
             if !follows {
-                return Err(Error::Unsupported {
-                    key: "modules.json: type".to_owned(),
-                    found: match last {
+                return Err(Error::unsupported(
+                    "modules.json: type",
+                    match last {
                         "" => format!("{kind:?} at the beginning"),
                         _ => format!("{kind:?} after {last:?}"),
                     },
-                    supported: "Transformer, Pooling, any number of Dense, Normalize".to_owned(),
-                });
+                    "Transformer, Pooling, any number of Dense, Normalize",
+                ));
             }
             match kind.as_str() {
                 "Transformer" => modules.transformer = folder.clone(),
@@ -140,11 +140,11 @@ fn read_mode(folder: &Path) -> Result<PoolingMode> {
             || config.get("pooling_mode").and_then(Value::as_str) == Some(name)
     };
     if config.get("include_prompt").and_then(Value::as_bool) == Some(false) {
-        return Err(Error::Unsupported {
-            key: "include_prompt".to_owned(),
-            found: "false".to_owned(),
-            supported: "true: the tokens of a prompt are pooled".to_owned(),
-        });
+        return Err(Error::unsupported(
+            "include_prompt",
+            "false",
+            "true: the tokens of a prompt are pooled",
+        ));
     }
     let unsupported = UNSUPPORTED.into_iter().find(|name| on(name));
     let modes = [
@@ -155,10 +155,10 @@ fn read_mode(folder: &Path) -> Result<PoolingMode> {
     let mut chosen = modes.into_iter().filter(|(on, _)| *on);
     match (chosen.next(), chosen.next(), unsupported) {
         (Some((_, mode)), None, None) => Ok(mode),
-        (_, _, name) => Err(Error::Unsupported {
-            key: "pooling_mode".to_owned(),
-            found: name.unwrap_or("none or several").to_owned(),
-            supported: "one of cls_token, mean_tokens, lasttoken".to_owned(),
-        }),
+        (_, _, name) => Err(Error::unsupported(
+            "pooling_mode",
+            name.unwrap_or("none or several"),
+            "one of cls_token, mean_tokens, lasttoken",
+        )),
     }
 }

@@ -86,13 +86,11 @@ impl Pooling {
     /// [`EmbeddingModel`](crate::EmbeddingModel) computes.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<Option<Pooling>> {
         match Modules::from_dir(dir.as_ref())? {
-            Some(modules) if !modules.dense.is_empty() => Err(Error::Unsupported {
-                key: "modules.json: type".to_owned(),
-                found: "\"Dense\"".to_owned(),
-                supported:
-                    "Transformer, Pooling, Normalize; `EmbeddingModel` has dense layers, too"
-                        .to_owned(),
-            }),
+            Some(modules) if !modules.dense.is_empty() => Err(Error::unsupported(
+                "modules.json: type",
+                "\"Dense\"",
+                "Transformer, Pooling, Normalize; `EmbeddingModel` has dense layers, too",
+            )),
             modules => Ok(modules.map(|modules| modules.pooling)),
         }
     }

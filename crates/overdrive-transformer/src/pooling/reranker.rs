@@ -61,39 +61,36 @@ impl Reranker {
             let config = read_config(folder)?;
             let id = |key: &str| {
                 let value = config.get(key).unwrap_or(&Value::Null);
-                value.as_i64().ok_or_else(|| Error::Unsupported {
-                    key: key.to_owned(),
-                    found: value.to_string(),
-                    supported: "the id of a token".to_owned(),
-                })
+                value
+                    .as_i64()
+                    .ok_or_else(|| Error::unsupported(key, value, "the id of a token"))
             };
             let answers = [id("false_token_id")?, id("true_token_id")?];
             let model = CausalLm::from_pretrained(dir, options)?;
             return Reranker::with_answers(model, answers)?.with_activation_of(dir);
         }
         if !is_encoder(dir)? {
-            return Err(Error::Unsupported {
-                key: "modules.json".to_owned(),
-                found: "without a LogitScore module".to_owned(),
-                supported: "a causal model with the ids of its answers; `Reranker::with_answers` takes them"
-                    .to_owned(),
-            });
+            return Err(Error::unsupported(
+                "modules.json",
+                "without a LogitScore module",
+                "a causal model with the ids of its answers; `Reranker::with_answers` takes them",
+            ));
         }
         let config = EncoderConfig::from_dir(dir)?;
         if config.num_labels() != 1 {
-            return Err(Error::Unsupported {
-                key: "num_labels".to_owned(),
-                found: config.num_labels().to_string(),
-                supported: "1, a score".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "num_labels",
+                config.num_labels(),
+                "1, a score",
+            ));
         }
         let model = SequenceClassifier::from_pretrained(dir, options)?;
         if !model.load_report().initialized.is_empty() {
-            return Err(Error::Unsupported {
-                key: "architectures".to_owned(),
-                found: "of a model without a classifier".to_owned(),
-                supported: "a model for sequence classification".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "architectures",
+                "of a model without a classifier",
+                "a model for sequence classification",
+            ));
         }
         let reranker = Reranker {
             scorer: Scorer::Classifier(Box::new(model)),
@@ -140,11 +137,11 @@ impl Reranker {
             None | Some("Sigmoid") => true,
             Some("Identity") => false,
             Some(_) => {
-                return Err(Error::Unsupported {
-                    key: "activation_fn".to_owned(),
-                    found: format!("{:?}", name.unwrap_or_default()),
-                    supported: "Sigmoid, Identity".to_owned(),
-                });
+                return Err(Error::unsupported(
+                    "activation_fn",
+                    format!("{:?}", name.unwrap_or_default()),
+                    "Sigmoid, Identity",
+                ));
             }
         };
         Ok(self)
@@ -157,7 +154,8 @@ impl Reranker {
     /// [`Error::ContextExceeded`] for a sequence longer than [`max_length`](Reranker::max_length), [`Error::Common`] for a
     /// sequence without tokens, and errors of libtorch.
     pub fn scores(&self, sequences: &[TokenSequence]) -> Result<Tensor> {
-        let packed = Packed::new(sequences, self.device())?;
+        let key = "max_position_embeddings";
+        let packed = Packed::new(sequences, self.max_length(), key, self.device())?;
         let logits = match &self.scorer {
             Scorer::Classifier(model) => {
                 let logits = model.forward(packed.encoder_input(model))?;

@@ -1,8 +1,8 @@
 use overdrive_attention::PackedLengths;
-use overdrive_core::Error;
+use overdrive_core::Error as Common;
 use tch::{Device, Tensor};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// The tokens of one sequence: a text, or a pair of texts.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -41,19 +41,35 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    pub(super) fn new(sequences: &[TokenSequence], device: Device) -> Result<Packed> {
+    /// Packs sequences of at most `max_length` tokens, which the setting `key` bounds.
+    pub(super) fn new(
+        sequences: &[TokenSequence],
+        max_length: i64,
+        key: &'static str,
+        device: Device,
+    ) -> Result<Packed> {
         if sequences.is_empty() {
-            return Err(Error::option("sequences", "empty", "at least one sequence").into());
+            return Err(Common::option("sequences", "empty", "at least one sequence").into());
         }
         for (index, sequence) in sequences.iter().enumerate() {
+            let positions = sequence.ids.len() as i64;
+            if positions > max_length {
+                return Err(Error::ContextExceeded {
+                    positions,
+                    limit: max_length,
+                    key,
+                });
+            }
             if sequence.ids.is_empty() {
                 let found = format!("without tokens in sequence {index}");
-                return Err(Error::option("sequences", found, "at least one token in each").into());
+                return Err(
+                    Common::option("sequences", found, "at least one token in each").into(),
+                );
             }
             if !sequence.types.is_empty() && sequence.types.len() != sequence.ids.len() {
                 let (types, ids) = (sequence.types.len(), sequence.ids.len());
                 let found = format!("of {types} types and {ids} tokens in sequence {index}");
-                return Err(Error::option("sequences", found, "a type for each token").into());
+                return Err(Common::option("sequences", found, "a type for each token").into());
             }
         }
         let row = |values: Vec<i64>| -> Result<Tensor> {

@@ -308,15 +308,6 @@ impl Rotation {
         };
         Ok(query.f_mul(&scale.f_to_kind(query.kind())?)?)
     }
-
-    pub(crate) fn share(&self) -> Rotation {
-        Rotation {
-            cos: self.cos.shallow_clone(),
-            sin: self.sin.shallow_clone(),
-            convention: self.convention,
-            query_scale: self.query_scale.as_ref().map(Tensor::shallow_clone),
-        }
-    }
 }
 
 #[cfg(test)]

@@ -110,11 +110,8 @@ impl Attention {
 
     fn options(&self, context: &Context) -> AttendOptions<'static> {
         AttendOptions {
-            implementation: context.implementation,
-            dropout: context.attention_dropout,
             scale: self.scale,
-            softcap: None,
-            sinks: None,
+            ..AttendOptions::plain(context.implementation, context.attention_dropout)
         }
     }
 

@@ -49,16 +49,6 @@ pub(super) struct Context {
     pub(super) activation_dropout: f64,
 }
 
-impl Context {
-    pub(super) fn share(&self) -> Context {
-        Context {
-            mask: self.mask.share(),
-            cross_mask: self.cross_mask.share(),
-            ..*self
-        }
-    }
-}
-
 impl Block {
     pub(super) fn forward(
         &self,

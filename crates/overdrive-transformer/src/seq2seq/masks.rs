@@ -9,7 +9,7 @@ use crate::mask::{Mask, band};
 /// `padding (B, S)`, 1 for a token, and T5's numbers `bias (1, H, T, S)`.
 pub(super) fn bidirectional(bias: Option<Tensor>, padding: Option<&Tensor>) -> Result<Mask> {
     let Some(padding) = padding else {
-        return Ok(bias.map_or(Mask::All, Mask::Marked));
+        return Ok(bias.map_or(Mask::ALL, Mask::Marked));
     };
     let real = padding.f_ne(0)?.f_unsqueeze(1)?.f_unsqueeze(1)?;
     with_bias(bias, real)

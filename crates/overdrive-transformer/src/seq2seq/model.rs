@@ -1,8 +1,7 @@
-use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_core::Error as Common;
-use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear, LinearWeight};
+use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -13,15 +12,17 @@ use super::input::{DecoderInput, Encoded, Source, check_ids};
 use super::stack::{Stack, StackInput};
 use super::t5::{self, Side};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
-use crate::init::initialise;
+use crate::init::initialize;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
+use crate::model_parts::ModelParts;
 use crate::parameters::{
     ModelTensors, ParameterMap, ParameterSpec, allocate, handles, set_requires_grad,
     set_training_of_layers,
 };
 use crate::projections::{ParameterVisitor, visit_linear};
 use crate::{
-    Error, Execution, IGNORE_INDEX, InitOptions, LoadOptions, Result, SaveOptions, Seq2SeqConfig,
+    Error, Execution, IGNORE_INDEX, InitOptions, LoadOptions, QuantizeOptions, Result, SaveOptions,
+    Seq2SeqConfig,
 };
 
 /// An encoder-decoder model with a language-model head: transformers' `T5ForConditionalGeneration` and
@@ -79,7 +80,7 @@ pub struct Seq2SeqLm {
 }
 
 impl Seq2SeqLm {
-    /// Makes a model with random parameters, initialised as in transformers. No parameter requires a gradient yet.
+    /// Makes a model with random parameters, initialized as in transformers. No parameter requires a gradient yet.
     ///
     /// # Errors
     /// [`Error::Common`] or [`Error::Unsupported`] for an inconsistent configuration; an error of libtorch when
@@ -93,7 +94,7 @@ impl Seq2SeqLm {
             .collect();
         let groups = config.adjacent();
         let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
-        initialise(&parameters, &specs, options.seed)?;
+        initialize(&parameters, &specs, options.seed)?;
         if let (Seq2SeqConfig::Bart(config), Some((_, table))) = (config, parameters.first())
             && let Some(pad) = config
                 .pad_token_id
@@ -133,15 +134,11 @@ impl Seq2SeqLm {
     /// # Errors
     /// As [`CausalLm::save_pretrained`](crate::CausalLm::save_pretrained).
     pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
-        let mut quantized = HashMap::new();
-        self.for_each_quantized(&mut |name, weight| {
-            quantized.insert(name.to_owned(), weight.shallow_clone());
-        });
         let generation = self.generation_config.clone();
         let contents = Contents {
             config: &self.config,
             dense: handles(&self.parameters),
-            quantized,
+            quantized: self.quantized_weights(),
             kind: self.kind(),
             generation: Some(generation.unwrap_or_else(|| self.config.generation_defaults())),
         };
@@ -272,10 +269,13 @@ impl Seq2SeqLm {
                 return Err(Error::CacheLayers { cache, model });
             }
         }
+        let device = input.input_ids.device();
+        let mask = input.attention_mask.map(|mask| mask.f_to_device(device));
+        let mask = mask.transpose()?;
         let states = self.decoder.forward(StackInput {
             embedding: &self.embedding,
             ids: input.input_ids,
-            padding: input.attention_mask,
+            padding: mask.as_ref(),
             past,
             source: Some(input.source),
             cache: input.cache.as_deref_mut(),
@@ -398,36 +398,39 @@ impl Seq2SeqLm {
     /// Returns the number of bytes of all parameters, dense and quantized, without adapters. Tied parameters count
     /// once.
     pub fn memory_footprint(&self) -> usize {
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let dense = self.parameters.iter().map(|(_, tensor)| bytes(tensor));
-        let mut all = dense.sum::<usize>();
-        self.for_each_quantized(&mut |_, weight| all += weight.bytes());
-        all
+        ModelParts::bytes(self)
+    }
+
+    /// Returns the names of the adapters of all layers, active or not, in the order of their first layer.
+    pub fn adapter_names(&self) -> Vec<String> {
+        self.names_of_adapters()
+    }
+
+    /// Quantizes the model in place, layer by layer: each dense weight is freed as soon as it is quantized. To load a
+    /// checkpoint without holding all dense weights in memory, see
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
+    ///
+    /// # Errors
+    /// [`Error::Quantization`] for a weight that does not fit the scheme or is not finite;
+    /// [`overdrive_nn::Error::InUse`] while a graph needs the weights.
+    pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
+        self.quantize_layers(options, &mut |_, weight, scheme| {
+            QuantizedWeight::quantize(weight, scheme)
+        })
+    }
+
+    /// Makes every quantized weight dense again, as
+    /// [`CausalLm::dequantize`](crate::CausalLm::dequantize) does.
+    ///
+    /// # Errors
+    /// As [`CausalLm::dequantize`](crate::CausalLm::dequantize).
+    pub fn dequantize(&mut self) -> Result<()> {
+        self.dequantize_layers()
     }
 
     /// Returns `true` if any weight is quantized.
     pub fn is_quantized(&self) -> bool {
-        let mut any = false;
-        self.for_each_quantized(&mut |_, _| any = true);
-        any
-    }
-
-    /// Lends each quantized weight with the name of its module; a table that the head shares comes once.
-    fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
-        let table = self.embedding.quantized_table();
-        if let (Some(table), Some(spec)) = (table, self.config.parameters().first()) {
-            see(spec.module(), table);
-        }
-        let mut see = |linear: &Linear| {
-            if let LinearWeight::Quantized(weight) = linear.weight()
-                && !table.is_some_and(|table| table.shares_storage_with(weight))
-            {
-                see(linear.name(), weight);
-            }
-        };
-        self.encoder.for_each_linear(&mut see);
-        self.decoder.for_each_linear(&mut see);
-        see(&self.head);
+        self.any_quantized()
     }
 
     /// Makes every dense trainable parameter require a gradient, or not.
@@ -480,6 +483,46 @@ impl Seq2SeqLm {
     /// Returns the contents of `generation_config.json`, or `None` if the checkpoint had none.
     pub fn generation_config(&self) -> Option<&Map<String, Value>> {
         self.generation_config.as_ref()
+    }
+}
+
+impl ModelParts for Seq2SeqLm {
+    fn specs(&self) -> Vec<ParameterSpec> {
+        self.config.parameters()
+    }
+
+    fn kind_of(&self, spec: &ParameterSpec) -> Kind {
+        self.config.kind_of(spec, self.kind())
+    }
+
+    fn dense(&self) -> &Vec<(String, Tensor)> {
+        &self.parameters
+    }
+
+    fn dense_mut(&mut self) -> &mut Vec<(String, Tensor)> {
+        &mut self.parameters
+    }
+
+    fn table(&self) -> &Embedding {
+        &self.embedding
+    }
+
+    fn table_mut(&mut self) -> &mut Embedding {
+        &mut self.embedding
+    }
+
+    fn tied_head(&self) -> Option<&'static str> {
+        self.config.tied_head()
+    }
+
+    fn untie(&mut self) {
+        self.config.set_tied(false);
+    }
+
+    fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
+        self.encoder.for_each_linear(see);
+        self.decoder.for_each_linear(see);
+        see(&self.head);
     }
 }
 

@@ -2,6 +2,7 @@ use tch::Tensor;
 
 use crate::Result;
 use crate::layer_norm::LayerNorm;
+use crate::norm::Norm as AnyNorm;
 use crate::parameters::ParameterMap;
 use crate::projections::ParameterVisitor;
 use crate::rms_norm::RmsNorm;
@@ -10,13 +11,7 @@ use crate::rms_norm::RmsNorm;
 #[derive(Debug)]
 pub(super) struct Norm {
     name: String,
-    kind: NormKind,
-}
-
-#[derive(Debug)]
-enum NormKind {
-    Rms(RmsNorm),
-    Layer(LayerNorm),
+    norm: AnyNorm,
 }
 
 impl Norm {
@@ -24,7 +19,7 @@ impl Norm {
     pub(super) fn rms(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<Norm> {
         Ok(Norm {
             name: name.to_owned(),
-            kind: NormKind::Rms(RmsNorm::take_plain(parameters, name, eps)?),
+            norm: AnyNorm::Rms(RmsNorm::take_plain(parameters, name, eps)?),
         })
     }
 
@@ -34,17 +29,18 @@ impl Norm {
         let eps = 1e-5;
         Ok(Norm {
             name: name.to_owned(),
-            kind: NormKind::Layer(LayerNorm::take(parameters, name, true, eps)?),
+            norm: AnyNorm::Layer(LayerNorm::take(parameters, name, true, eps)?),
         })
     }
 
     pub(super) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        match &self.kind {
-            NormKind::Layer(norm) => norm.forward(x),
-            NormKind::Rms(norm) if x.kind() == norm.kind() => norm.forward(x, fused),
+        match &self.norm {
             // A model in fp16 whose last projections are fp32 has a residual stream in fp32, and its layers take
             // fp16; without a graph of autocast, in which weights are fp32, the norm is where it changes.
-            NormKind::Rms(norm) => Ok(norm.forward(x, false)?.f_to_kind(norm.kind())?),
+            AnyNorm::Rms(norm) if x.kind() != norm.kind() => {
+                Ok(norm.forward(x, false)?.f_to_kind(norm.kind())?)
+            }
+            norm => norm.forward(x, fused),
         }
     }
 
@@ -52,9 +48,6 @@ impl Norm {
         &mut self,
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
-        match &mut self.kind {
-            NormKind::Rms(norm) => norm.visit_parameters(&self.name, visit),
-            NormKind::Layer(norm) => norm.visit_parameters(&self.name, visit),
-        }
+        self.norm.visit_parameters(&self.name, visit)
     }
 }

@@ -93,14 +93,14 @@ impl Stack {
         let (mask, cross_mask) = match &input.source {
             None => (
                 masks::bidirectional(bias, input.padding)?,
-                crate::mask::Mask::All,
+                crate::mask::Mask::ALL,
             ),
             Some(source) => (
                 masks::causal(bias, input.padding, tokens, past)?,
                 masks::bidirectional(None, source.attention_mask())?,
             ),
         };
-        let context = Context {
+        let context = Shared::new(Context {
             mask,
             cross_mask,
             implementation: input.execution.attention,
@@ -108,7 +108,7 @@ impl Stack {
             dropout: dropout(self.dropouts.hidden),
             attention_dropout: dropout(self.dropouts.attention),
             activation_dropout: dropout(self.dropouts.activation),
-        };
+        });
         let kept = self.kept_layers(input.training)?;
         for group in input.execution.checkpointing.groups(self.blocks.len())? {
             // With a cache a second run would append the tokens twice.
@@ -120,13 +120,15 @@ impl Stack {
                 if kept[layer] {
                     let cross = input.source.map(|source| cross_layer(source, layer));
                     let cache = input.cache.as_deref_mut().map(|cache| (layer, cache));
-                    x = self.blocks[layer]
-                        .with(|block| block.forward(&x, &context, cross.as_ref(), cache))?;
+                    x = context.with(|context| {
+                        self.blocks[layer]
+                            .with(|block| block.forward(&x, context, cross.as_ref(), cache))
+                    })?;
                 }
             }
         }
         if let Some(norm) = &self.final_norm {
-            x = norm.forward(&x, context.fused)?;
+            x = norm.forward(&x, input.execution.fused_kernels)?;
         }
         dropped(x, dropout(self.dropouts.output))
     }
@@ -137,7 +139,7 @@ impl Stack {
         x: Tensor,
         blocks: Range<usize>,
         kept: &[bool],
-        context: &Context,
+        context: &Shared<Context>,
         input: &StackInput<'_, '_>,
     ) -> Result<Tensor> {
         let members: Vec<_> = blocks
@@ -147,12 +149,14 @@ impl Stack {
                 (self.blocks[layer].clone(), cross)
             })
             .collect();
-        let context = context.share();
+        let context = context.clone();
         let options = &input.execution.checkpoint_options;
         Ok(checkpoint_with(&[&x], options, move |inputs| {
             let mut x = inputs[0].shallow_clone();
             for (block, cross) in &members {
-                x = block.with(|block| block.forward(&x, &context, cross.as_ref(), None))?;
+                x = context.with(|context| {
+                    block.with(|block| block.forward(&x, context, cross.as_ref(), None))
+                })?;
             }
             Ok(x)
         })?)

@@ -52,7 +52,7 @@ fn inputs(config: &T5Config) -> &'static [&'static str] {
 pub(crate) fn parameters(config: &T5Config) -> Vec<ParameterSpec> {
     use ParameterRole::{Embedding, Head, Linear, Other};
     let (hidden, inner, ff) = (config.d_model, config.inner(), config.d_ff);
-    // Initialised as in transformers: scores are not scaled, so queries are smaller.
+    // Initialized as in transformers: scores are not scaled, so queries are smaller.
     let normal = |inputs: i64| Init::Normal {
         std: config.initializer_factor * (inputs as f64).powf(-0.5),
     };

@@ -1,13 +1,13 @@
-use overdrive_attention::PackedLengths;
 use overdrive_fused::Activation;
 use overdrive_nn::Linear;
 use tch::Tensor;
 
 use super::tower::EPS;
 use crate::activation_names::activation_named;
+use crate::attend::{AttendOptions, attend};
 use crate::config::VisionConfig;
-use crate::encoder::attend;
 use crate::layer_norm::LayerNorm;
+use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::rope::Rotation;
 use crate::{Execution, Result};
@@ -45,12 +45,12 @@ impl Block {
         })
     }
 
-    /// Computes the patches `x (1, N, C)` of images, of which each has one of `images`.
+    /// Computes the patches `x (1, N, C)` of images, each of which attends to its own image by `mask`.
     pub(super) fn forward(
         &self,
         x: &Tensor,
         rotation: &Rotation,
-        images: &PackedLengths,
+        mask: &Mask,
         execution: &Execution,
     ) -> Result<Tensor> {
         let fused = execution.fused_kernels;
@@ -59,8 +59,9 @@ impl Block {
         let part = |index: i64| qkv.f_select(2, index);
         let (query, key) = (rotation.apply(&part(0)?)?, rotation.apply(&part(1)?)?);
         let by_head = |part: &Tensor| part.f_transpose(1, 2);
-        let heads = [&by_head(&query)?, &by_head(&key)?, &by_head(&part(2)?)?];
-        let mixed = attend(heads, Some(images), None, execution.attention, 0.0)?;
+        let (query, key, value) = (by_head(&query)?, by_head(&key)?, by_head(&part(2)?)?);
+        let options = AttendOptions::plain(execution.attention, 0.0);
+        let mixed = attend(&query, &key, &value, mask, &options)?;
         let x = x.f_add(&self.output.forward_with(&mixed, fused)?)?;
         let inner = self
             .inner

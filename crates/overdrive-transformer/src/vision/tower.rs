@@ -9,6 +9,7 @@ use super::grid;
 use super::merger::Merger;
 use super::parameters::TOWER;
 use crate::config::VisionConfig;
+use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::rope::{Rotary, Rotation};
 use crate::{Execution, Result, RopeScaling};
@@ -82,11 +83,12 @@ impl VisionTower {
         let mut x = embedded.f_add(&learned)?.f_unsqueeze(0)?;
         let lengths: Vec<i64> = grids.iter().map(|[height, width]| height * width).collect();
         let images = PackedLengths::from_lengths(&lengths, x.device())?;
+        let mask = Mask::bidirectional(Some(&images), x.size()[1], None);
         let rotation = self.rotation(grids, &x)?;
         let fused = execution.fused_kernels;
         let mut deepstack = Vec::with_capacity(self.deepstack.len());
         for (layer, block) in self.blocks.iter().enumerate() {
-            x = block.forward(&x, &rotation, &images, execution)?;
+            x = block.forward(&x, &rotation, &mask, execution)?;
             if let Some((_, merger)) = self.deepstack.iter().find(|(own, _)| *own == layer) {
                 deepstack.push(merger.forward(&x, fused)?);
             }

@@ -65,7 +65,7 @@ fn adapters(family: &str) -> Vec<String> {
 
 /// The folders of `gen_peft_init.py`.
 #[test]
-fn adapters_that_peft_initialised_from_weights_or_data_load() {
+fn adapters_that_peft_initialized_from_weights_or_data_load() {
     let folder = fixtures("../peft_init");
     let file = MappedFile::open(folder.join("expected.safetensors")).unwrap();
     let tensor = |name: &str| {
@@ -118,7 +118,7 @@ fn adapters_that_peft_initialised_from_weights_or_data_load() {
         let off = apart(&logits(&model, &ids), &tensor(name));
         assert!(off < TOLERANCE, "{name} merged: {off}");
     }
-    // Only a new adapter cannot be initialised from data.
+    // Only a new adapter cannot be initialized from data.
     for init in [InitLoraWeights::Eva, InitLoraWeights::Corda] {
         let config = LoraConfig {
             init_lora_weights: init,

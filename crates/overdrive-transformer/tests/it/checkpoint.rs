@@ -94,6 +94,20 @@ fn saving_over_another_checkpoint_leaves_none_of_its_weights() {
 }
 
 #[test]
+fn saving_leaves_the_files_of_the_user() {
+    let dir = tempfile::tempdir().unwrap();
+    let merged = dir.path().join("model-merged.safetensors");
+    fs::write(&merged, b"mine").unwrap();
+    let folder = dir.path().join("model-00001-of-00002.safetensors");
+    fs::create_dir(&folder).unwrap();
+    load("qwen3")
+        .save_pretrained(dir.path(), &SaveOptions::default())
+        .unwrap();
+    assert_eq!(fs::read(&merged).unwrap(), b"mine");
+    assert!(folder.is_dir());
+}
+
+#[test]
 fn low_precision_is_written_as_it_is_and_named_in_the_configuration() {
     let dir = tempfile::tempdir().unwrap();
     let options = LoadOptions {
@@ -410,7 +424,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, qwen3_5_moe_text, qwen3_vl, qwen3_vl_moe, gpt2",
+        "supported: llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3_text, mixtral, qwen3_moe, smollm3, olmo2, olmo3, granite, glm4, qwen2_moe, gpt_oss, ministral3, granitemoehybrid, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5_text, qwen3_5_moe_text, gemma3n_text, gemma4_text, gemma3, gemma3n, gemma4, mistral3, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe, gpt2",
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use overdrive_kv_cache::{CacheImplementation, KvCache};
 use overdrive_transformer::CausalLm;
@@ -12,6 +12,13 @@ use tch::{Kind, Tensor};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
+
+/// Takes libtorch's generator, which belongs to the process: tests that seed it or draw from it, as dropout does, run one at
+/// a time.
+pub(crate) fn generator() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Every fixture checkpoint.
 pub(crate) const CASES: [&str; 50] = [

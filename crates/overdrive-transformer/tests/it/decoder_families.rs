@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
+use crate::common::{copy_of, edit_config, expected, fixture, generator, load, max_difference};
 use overdrive_lora::{AddOptions, LoraConfig, MergeOptions, add_adapter, merge_adapters};
 use overdrive_nn::AdapterHost;
 use overdrive_transformer::{
@@ -353,6 +353,7 @@ fn the_long_context_of_phi3_is_read_from_each_form_of_its_files() {
 
 #[test]
 fn the_dropouts_of_phi_work_in_training_only() {
+    let _generator = generator();
     let ids = Tensor::arange(8, (Kind::Int64, tch::Device::Cpu)).view([1, 8]);
     for (family, key, drops) in [
         (LlamaFamily::Phi, "resid_pdrop", true),

@@ -284,6 +284,23 @@ fn folders_and_inputs_that_do_not_fit_are_refused() {
 }
 
 #[test]
+fn a_reranker_refuses_a_prompt_beyond_its_length_even_where_the_model_reads_longer_rows() {
+    let model = CausalLm::from_pretrained(fixture("llama_dynamic_rope"), &LoadOptions::default());
+    let reranker = Reranker::with_answers(model.unwrap(), [1, 2]).unwrap();
+    let prompt = |tokens| [TokenSequence::new(vec![3; tokens])];
+    let longest = reranker.max_length();
+    assert_eq!(
+        reranker.scores(&prompt(longest as usize)).unwrap().size(),
+        [1]
+    );
+    let error = reranker.scores(&prompt(longest as usize + 1)).unwrap_err();
+    assert!(
+        matches!(error, Error::ContextExceeded { limit, .. } if limit == longest),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_folder_may_keep_the_first_elements_of_its_embeddings() {
     let case = "embedding_qwen3";
     let folder = copy_of(case);

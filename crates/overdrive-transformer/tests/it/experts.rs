@@ -13,7 +13,7 @@ use overdrive_transformer::{
 };
 use tch::Tensor;
 
-use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
+use crate::common::{copy_of, edit_config, expected, fixture, generator, load, max_difference};
 
 const CASES: [&str; 5] = [
     "mixtral",
@@ -76,6 +76,7 @@ fn logits(model: &CausalLm, ids: &Tensor) -> Tensor {
 
 #[test]
 fn experts_take_adapters_under_their_names_on_disk() {
+    let _generator = generator();
     for (case, names, layers) in [
         // 2 layers of 4 experts, and the output projections of attention.
         ("mixtral", vec!["w1", "w2", "o_proj"], 2 * 4 * 2 + 2),
@@ -361,4 +362,37 @@ fn both_keys_of_the_number_of_experts_are_read() {
     let renamed = text.replace("num_local_experts", "num_experts");
     assert_eq!(&ModelConfig::from_json(&renamed).unwrap(), model.config());
     assert_eq!(model.config().to_json()["num_experts"], 12);
+}
+
+#[test]
+fn options_of_deepseek_are_refused_in_other_mixtures() {
+    let set = |key: &str, experts: &mut ExpertsConfig| match key {
+        "n_shared_experts" => experts.n_shared_experts = 1,
+        "first_k_dense_replace" => experts.first_k_dense_replace = 1,
+        "n_group" => experts.n_group = Some(2),
+        "topk_group" => experts.topk_group = Some(2),
+        "group_limited" => experts.group_limited = true,
+        _ => experts.routed_scaling_factor = 2.5,
+    };
+    let keys = [
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "group_limited",
+        "routed_scaling_factor",
+    ];
+    for family in [LlamaFamily::Qwen3Moe, LlamaFamily::Mixtral] {
+        let mut config = LlamaConfig::of(family);
+        assert!(ModelConfig::from(config.clone()).validate().is_ok());
+        for key in keys {
+            let experts = config
+                .experts
+                .insert(LlamaConfig::of(family).experts.unwrap());
+            set(key, experts);
+            let refused = ModelConfig::from(config.clone()).validate();
+            let message = refused.unwrap_err().to_string();
+            assert!(message.starts_with(&format!("`{key}` is")), "{message}");
+        }
+    }
 }

@@ -8,6 +8,8 @@ use overdrive_transformer::{
 };
 use tch::{Device, Kind, Tensor};
 
+use crate::common::generator;
+
 fn config() -> LlamaConfig {
     LlamaConfig {
         vocab_size: 64,
@@ -121,6 +123,7 @@ fn the_loss_after_1000_steps_is_that_of_bf16() {
 
 #[test]
 fn heads_stay_in_bf16() {
+    let _generator = generator();
     let model = model(config());
     let hidden = Tensor::randn([3, 64], (Kind::Float, Device::Cpu));
     let logits = |precision: Precision| {

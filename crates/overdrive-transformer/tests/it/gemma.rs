@@ -17,7 +17,7 @@ use overdrive_transformer::{
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
+use crate::common::{copy_of, edit_config, expected, fixture, generator, load, max_difference};
 
 const CASES: [&str; 4] = ["gemma3n", "gemma4", "gemma4_dense", "gemma4_moe"];
 
@@ -202,6 +202,7 @@ fn checkpointing_changes_no_gradient() {
 
 #[test]
 fn training_mode_bounds_the_coefficients_of_gemma3n_as_transformers_does() {
+    let _generator = generator();
     let want = expected("gemma3n");
     for fused in [true, false] {
         let mut model = load("gemma3n");

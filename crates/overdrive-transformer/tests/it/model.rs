@@ -1,6 +1,6 @@
-//! Models from scratch: initialisation, flags, and inputs that are refused.
+//! Models from scratch: initialization, flags, and inputs that are refused.
 
-use crate::common::{expected, load};
+use crate::common::{expected, generator, load};
 use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, Init, InitOptions, LabelShift, LlamaConfig, ModelConfig,
@@ -37,6 +37,7 @@ fn tokens(size: [i64; 2], vocab: i64) -> Tensor {
 
 #[test]
 fn a_seed_fixes_the_initial_model_whatever_the_global_generator_has_done() {
+    let _generator = generator();
     let first = model(small(), 1);
     let _moves_the_global_generator = Tensor::randn([10], tch::kind::FLOAT_CPU);
     let again = model(small(), 1);
@@ -152,6 +153,7 @@ fn steps_of_gradient_descent_on_the_named_parameters_change_the_model() {
 
 #[test]
 fn dropout_works_in_training_only() {
+    let _generator = generator();
     let config = Gpt2Config {
         n_embd: 32,
         n_layer: 2,

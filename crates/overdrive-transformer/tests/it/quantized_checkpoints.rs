@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use crate::common::{
-    copy_of, dynamic_cache, edit_config, expected, fixture, max_difference, max_magnitude,
-    warnings_of,
+    copy_of, dynamic_cache, edit_config, expected, fixture, generator, max_difference,
+    max_magnitude, warnings_of,
 };
 use overdrive_nn::{AdapterHost, Linear, LinearWeight};
 use overdrive_quantization::{Activations, Scheme};
@@ -303,6 +303,7 @@ fn a_bias_that_is_not_zero_is_refused_unless_the_configuration_has_it() {
 
 #[test]
 fn one_group_in_each_row_of_gptq_and_awq_is_written_as_channels() {
+    let _generator = generator();
     for (layout, symmetric) in [
         (
             json!({"quant_method": "gptq", "bits": 4, "group_size": -1}),

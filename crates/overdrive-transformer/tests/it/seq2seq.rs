@@ -3,7 +3,9 @@
 
 use std::process::Command;
 
-use crate::common::{copy_of, edit_config, expected, fixture, max_difference, max_magnitude};
+use crate::common::{
+    copy_of, edit_config, expected, fixture, generator, max_difference, max_magnitude,
+};
 use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_lora::{
     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
@@ -392,6 +394,18 @@ fn quantized_models_run_and_are_saved() {
                 .unwrap()
         };
         let got = forward(&model);
+        let mut in_place = load(case);
+        in_place.quantize(&QuantizeOptions::new(scheme)).unwrap();
+        assert_eq!(max_difference(&forward(&in_place), &got), 0.0, "{case}");
+        assert_eq!(in_place.memory_footprint(), model.memory_footprint());
+        in_place.dequantize().unwrap();
+        assert!(!in_place.is_quantized());
+        let names = |model: &Seq2SeqLm| {
+            let parameters = model.named_parameters().into_iter();
+            parameters.map(|(name, _)| name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(&in_place), names(&load(case)), "{case}");
+        assert_eq!(in_place.memory_footprint(), load(case).memory_footprint());
         let relative = (&got - &want["logits"]).norm() / want["logits"].norm();
         let relative = relative.double_value(&[]);
         println!("{case} {scheme}: {relative:.3}");
@@ -487,6 +501,7 @@ fn lora_trains_is_saved_and_merges() {
 
 #[test]
 fn dropout_applies_in_training_only() {
+    let _generator = generator();
     for case in ["t5", "bart"] {
         let (mut model, want) = (load(case), expected(case));
         let run = |model: &Seq2SeqLm| {
@@ -511,6 +526,7 @@ fn dropout_applies_in_training_only() {
 
 #[test]
 fn a_layer_that_is_dropped_in_training_is_skipped() {
+    let _generator = generator();
     let dir = copy_of("bart");
     edit_config(dir.path(), |config| {
         config.insert("dropout".to_owned(), 0.0.into());

@@ -155,9 +155,10 @@ fn dora_follows_every_change_of_its_tensors() {
     set_adapter_scale(&mut host, "a", 2.0).unwrap();
     let layer = host.layer("layers.0.q");
     check(layer);
-    layer.replace_weight(overdrive_nn::LinearWeight::Dense {
+    let weight = overdrive_nn::LinearWeight::Dense {
         weight: numbers(&[12, 16], 8.0, F32),
         transposed: false,
-    });
+    };
+    layer.replace_weight(weight).unwrap();
     check(layer);
 }

@@ -257,7 +257,7 @@ fn without_an_active_adapter_the_layer_computes_its_weight_alone() {
 }
 
 #[test]
-fn initialisation_from_the_weight_keeps_the_output_of_the_layer() {
+fn initialization_from_the_weight_keeps_the_output_of_the_layer() {
     let x = numbers(&[7, 16], 2.0, F32);
     for init in [
         InitLoraWeights::Pissa,
@@ -343,7 +343,7 @@ fn a_model_that_refuses_an_adapter_from_its_weights_keeps_every_bit_of_them() {
 }
 
 #[test]
-fn orthogonal_initialisation_gives_a_zero_change() {
+fn orthogonal_initialization_gives_a_zero_change() {
     let mut host = host();
     let config = LoraConfig {
         init_lora_weights: InitLoraWeights::Orthogonal,

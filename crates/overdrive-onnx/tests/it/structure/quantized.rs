@@ -115,7 +115,7 @@ fn groups_that_no_operator_reads_are_refused_or_written_in_full() {
                     offsets: Some(Tensor::ones([64, 2], (Kind::Float, tch::Device::Cpu)) * -0.073),
                     order: None,
                 })?;
-                let _before = linear.replace_weight(LinearWeight::Quantized(odd));
+                let _before = linear.replace_weight(LinearWeight::Quantized(odd))?;
             }
             Ok(())
         })

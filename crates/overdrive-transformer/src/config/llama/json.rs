@@ -41,11 +41,11 @@ impl LlamaConfig {
         let mut is_causal = true;
         fields.boolean("is_causal", &mut is_causal)?;
         if !is_causal {
-            return Err(Error::Unsupported {
-                key: "is_causal".to_owned(),
-                found: "false".to_owned(),
-                supported: "true, tokens that attend to those before them".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "is_causal",
+                "false",
+                "true, tokens that attend to those before them",
+            ));
         }
         fields.number(config.norm_eps_key(), &mut config.rms_norm_eps)?;
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
@@ -151,15 +151,10 @@ impl LlamaConfig {
 
     /// Checks that a Granite 4 has neither Mamba layers nor experts, and reads whether it has rotary positions.
     fn read_granite4(&mut self, fields: &mut Fields) -> Result<()> {
-        let unsupported = |key: &str, found: &Value, supported: &str| Error::Unsupported {
-            key: key.to_owned(),
-            found: found.to_string(),
-            supported: supported.to_owned(),
-        };
         let experts = fields.take("num_local_experts").unwrap_or(json!(8));
         if experts.as_i64() != Some(0) {
             let supported = "0, a Granite 4 without experts";
-            return Err(unsupported("num_local_experts", &experts, supported));
+            return Err(Error::unsupported("num_local_experts", &experts, supported));
         }
         // transformers 4 has other names for the types, and without any, all layers are Mamba's.
         let types = ["layer_types", "layers_block_type"].map(|key| fields.take(key));
@@ -172,7 +167,7 @@ impl LlamaConfig {
         if !listed.is_some_and(|layers| layers.iter().all(is_attention)) {
             let supported =
                 "a list of \"attention\" or \"full_attention\", a Granite 4 without Mamba layers";
-            return Err(unsupported("layer_types", &types, supported));
+            return Err(Error::unsupported("layer_types", &types, supported));
         }
         let count = listed.map_or(0, Vec::len);
         fields.put("layer_types", vec![LayerType::Full.name(); count].into());
@@ -244,11 +239,11 @@ impl LlamaConfig {
         }
         // transformers cannot compute it for the others either.
         if self.partial_rotary_factor != 1.0 && !self.family.rotates_partially() {
-            return Err(Error::Unsupported {
-                key: "partial_rotary_factor".to_owned(),
-                found: self.partial_rotary_factor.to_string(),
-                supported: "1.0, the rotation of whole heads".to_owned(),
-            });
+            return Err(Error::unsupported(
+                "partial_rotary_factor",
+                self.partial_rotary_factor,
+                "1.0, the rotation of whole heads",
+            ));
         }
         Ok(())
     }
@@ -289,11 +284,11 @@ impl LlamaConfig {
         let key = "use_bidirectional_attention";
         fields.boolean(key, &mut self.use_bidirectional_attention)?;
         if self.use_bidirectional_attention && self.family != LlamaFamily::Gemma3 {
-            return Err(Error::Unsupported {
-                key: key.to_owned(),
-                found: "true".to_owned(),
-                supported: "false; only Gemma 3 attends in both directions".to_owned(),
-            });
+            return Err(Error::unsupported(
+                key,
+                "true",
+                "false; only Gemma 3 attends in both directions",
+            ));
         }
         // Files that are older than `layer_types` have a period instead.
         if let Some(pattern) = fields.optional_positive("sliding_window_pattern")?

@@ -96,13 +96,18 @@ impl VisionConfig {
         if let Some(mut rope) = fields.object("rope_parameters")? {
             rope.number("rope_theta", &mut self.rope_theta)?;
             let kind = rope.string("rope_type")?;
-            if kind.as_deref().is_some_and(|kind| kind != "axial") {
-                return Err(unsupported("rope_parameters.rope_type", kind, "axial"));
+            if let Some(kind) = kind.filter(|kind| kind != "axial") {
+                let found = format!("{kind:?}");
+                return Err(Error::unsupported(
+                    "rope_parameters.rope_type",
+                    found,
+                    "axial",
+                ));
             }
             if let Some((key, value)) = rope.into_rest().into_iter().next() {
                 let key = format!("vision_config.rope_parameters.{key}");
                 let supported = "rope_theta, rope_type";
-                return Err(unsupported(&key, Some(value.to_string()), supported));
+                return Err(Error::unsupported(key, value, supported));
             }
         }
         Ok(())
@@ -138,8 +143,7 @@ impl VisionConfig {
                 })?;
             }
             if scaling.get("mrope_interleaved").and_then(Value::as_bool) == Some(false) {
-                let found = Some("false".to_owned());
-                return Err(unsupported("mrope_interleaved", found, "true"));
+                return Err(Error::unsupported("mrope_interleaved", false, "true"));
             }
         }
         Ok(())
@@ -163,13 +167,5 @@ impl VisionConfig {
             "initializer_range": self.initializer_range,
             "rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta},
         })
-    }
-}
-
-fn unsupported(key: &str, found: Option<String>, supported: &str) -> Error {
-    Error::Unsupported {
-        key: key.to_owned(),
-        found: format!("{:?}", found.unwrap_or_default()),
-        supported: supported.to_owned(),
     }
 }

@@ -1,6 +1,6 @@
 use overdrive_transformer::{
-    CheckpointProblems, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily, EncoderHead,
-    EncoderInput, EncoderModel, Error, InitOptions, LoadOptions, MaskedLm, Pooling, PoolingMode,
+    CheckpointProblems, Encoder, EncoderConfig, EncoderFamily, EncoderHead, EncoderInput,
+    EncoderModel, Error, InitOptions, LoadOptions, MaskedLm, Pooling, PoolingMode,
     SequenceClassifier,
 };
 use std::fs;
@@ -489,6 +489,18 @@ fn fresh(family: EncoderFamily) -> EncoderConfig {
     ) = (40, 24, 20);
     (config.num_hidden_layers, config.num_attention_heads) = (4, 2);
     (config.max_position_embeddings, config.pad_token_id) = (16, Some(0));
-    config.classifier_pooling = ClassifierPooling::Mean;
+    config.classifier_pooling = PoolingMode::Mean;
     config.with_labels(&["ham", "spam", "eggs"])
+}
+
+#[test]
+fn a_configuration_is_its_json_and_no_classifier_pools_the_last_token() {
+    let mut config = fresh(EncoderFamily::ModernBert);
+    let json = serde_json::to_string(&config).unwrap();
+    let again: EncoderConfig = serde_json::from_str(&json).unwrap();
+    assert_eq!(serde_json::to_string(&again).unwrap(), json);
+    assert_eq!(again.classifier_pooling, PoolingMode::Mean);
+    config.classifier_pooling = PoolingMode::LastToken;
+    let message = config.validate().unwrap_err().to_string();
+    assert!(message.starts_with("`classifier_pooling` is"), "{message}");
 }

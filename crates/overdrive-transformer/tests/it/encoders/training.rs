@@ -1,18 +1,21 @@
 use overdrive_lora::{
     AddOptions, LoraConfig, TargetModules, add_adapter, merge_adapters, trainable_parameters,
 };
+use overdrive_nn::{AdapterHost, LinearWeight};
 use overdrive_precision::autocast;
+use overdrive_quantization::QuantizedWeight;
 use overdrive_transformer::{
-    EncoderConfig, EncoderFamily, EncoderInput, Execution, InitOptions, LoadOptions, MaskedLm,
-    QuantizeOptions, Schedule, SequenceClassifier,
+    AttentionImplementation, EncoderConfig, EncoderFamily, EncoderInput, EncoderModel, Execution,
+    InitOptions, LoadOptions, MaskedLm, QuantizeOptions, Schedule, SequenceClassifier,
 };
 use tch::{Device, Kind, Tensor};
 
 use super::{CLASSIFIERS, MASKED, batch, classifier, masked};
-use crate::common::{expected, fixture, max_difference, max_magnitude};
+use crate::common::{expected, fixture, generator, max_difference, max_magnitude};
 
 #[test]
 fn dropout_applies_in_training_only_is_repeated_by_its_seed_and_by_checkpointing() {
+    let _generator = generator();
     for case in ["bert_mlm", "roberta_mlm"] {
         let (mut model, want) = (masked(case), expected(case));
         model.set_requires_grad(true).unwrap();
@@ -54,6 +57,7 @@ fn dropout_applies_in_training_only_is_repeated_by_its_seed_and_by_checkpointing
 
 #[test]
 fn modernbert_has_its_dropouts() {
+    let _generator = generator();
     let mut config = EncoderConfig::from_dir(fixture("modernbert_mlm")).unwrap();
     let want = expected("modernbert_mlm");
     let hidden = |config: &EncoderConfig| {
@@ -103,6 +107,16 @@ fn quantized_encoders_stay_near_dense_ones() {
             in_place.quantize(&QuantizeOptions::new(scheme)).unwrap();
             let got = loaded.hidden_states(batch(&want)).unwrap();
             let same = in_place.hidden_states(batch(&want)).unwrap();
+            assert_eq!(in_place.memory_footprint(), loaded.memory_footprint());
+            in_place.dequantize().unwrap();
+            assert!(!in_place.is_quantized());
+            let dense = masked(case);
+            assert_eq!(in_place.memory_footprint(), dense.memory_footprint());
+            let names = |model: &MaskedLm| {
+                let parameters = model.named_parameters().into_iter();
+                parameters.map(|(name, _)| name).collect::<Vec<_>>()
+            };
+            assert_eq!(names(&in_place), names(&dense), "{case}");
             assert_eq!(max_difference(&got, &same), 0.0, "{case} {scheme}");
             let exact = masked(case).hidden_states(batch(&want)).unwrap();
             let error = (got - &exact).norm().double_value(&[]) / exact.norm().double_value(&[]);
@@ -140,6 +154,42 @@ fn a_quantized_output_layer_shares_the_embedding() {
             .iter()
             .any(|(name, _)| name.contains("word_embeddings") || name.contains("tok_embeddings"));
         assert_eq!(table, !tied, "{case}");
+    }
+}
+
+#[test]
+fn an_output_layer_that_differs_from_the_embedding_is_untied_when_it_becomes_dense() {
+    for case in MASKED {
+        let want = expected(case);
+        let mut model = masked(case);
+        let scheme = "int8-weight".parse().unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+        let output = model.output_module().unwrap();
+        model
+            .visit_linears(&mut |name, linear| {
+                if name == output {
+                    let other = linear.weight().to_dense(Kind::Float)? * 2.0;
+                    let other = QuantizedWeight::quantize(&other, scheme)?;
+                    linear.replace_weight(LinearWeight::Quantized(other))?;
+                }
+                Ok(())
+            })
+            .unwrap();
+        let before = model.forward(batch(&want)).unwrap();
+        model.dequantize().unwrap();
+        assert!(!model.config().tie_word_embeddings, "{case}");
+        let after = model.forward(batch(&want)).unwrap();
+        assert!(after.allclose(&before, 1e-4, 1e-4, false), "{case}");
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = MaskedLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+        assert!(again.load_report().initialized.is_empty(), "{case}");
+        let again = again.forward(batch(&want)).unwrap();
+        assert_eq!(max_difference(&again, &after), 0.0, "{case}");
     }
 }
 
@@ -331,5 +381,61 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
                 parameter.zero_grad();
             }
         }
+    }
+}
+
+#[test]
+fn separate_operators_have_gradients_of_gradients() {
+    for case in ["bert_mlm", "modernbert_mlm"] {
+        let config = EncoderConfig::from_dir(fixture(case)).unwrap();
+        let options = InitOptions {
+            kind: Kind::Double,
+            ..InitOptions::default()
+        };
+        let mut model = EncoderModel::new(&config, &options).unwrap();
+        let mut execution = Execution::default();
+        execution.fused_kernels = false;
+        execution.attention = AttentionImplementation::Eager;
+        model.set_execution(execution);
+        model.set_requires_grad(true).unwrap();
+        let ids = Tensor::from_slice(&[5i64, 9, 3, 7, 2]).unsqueeze(0);
+        let mut parameters = model.named_parameters();
+        parameters.retain(|(name, _)| name.contains("layer"));
+        let parameters: Vec<&Tensor> = parameters.iter().map(|(_, own)| own).collect();
+        let gradients = |kept| {
+            let hidden = model.hidden_states(EncoderInput::new(&ids)).unwrap();
+            let loss = hidden.sin().sum(Kind::Double);
+            Tensor::run_backward(&[loss], &parameters, kept, kept)
+        };
+        // The derivative of the squared norm of the gradient along itself, and its difference quotient.
+        let squared = |gradients: &[Tensor]| {
+            let norms = gradients.iter().map(|own| own.square().sum(Kind::Double));
+            norms.fold(Tensor::from(0.0), |sum, norm| sum + norm)
+        };
+        let first = gradients(true);
+        let second = Tensor::run_backward(&[squared(&first)], &parameters, false, false);
+        let exact = first.iter().zip(&second);
+        let exact: f64 = exact
+            .map(|(a, b)| (a * b).sum(Kind::Double).double_value(&[]))
+            .sum();
+        let step = |size: f64| {
+            tch::no_grad(|| {
+                for (parameter, gradient) in parameters.iter().zip(&first) {
+                    let _same = parameter
+                        .shallow_clone()
+                        .f_add_(&(gradient * size))
+                        .unwrap();
+                }
+            });
+            squared(&gradients(false)).double_value(&[])
+        };
+        let size = 1e-5;
+        let (after, before) = (step(size), step(-2.0 * size));
+        let quotient = (after - before) / (2.0 * size);
+        assert!(exact.abs() > 1e-3, "{case}: {exact}");
+        assert!(
+            (exact - quotient).abs() < 1e-4 * exact.abs(),
+            "{case}: {exact} and {quotient}"
+        );
     }
 }
