@@ -386,6 +386,24 @@ mod tests {
     }
 
     #[test]
+    fn frozen_weights_have_no_copies_in_half_precision() {
+        let (training, shape) = arguments();
+        let plan = training.batch_plan(1).unwrap();
+        let all = training.memory_plan_of(shape, Precision::Bf16);
+        let all = all.estimate().unwrap();
+        let arguments = FinetuneArguments {
+            training,
+            ..FinetuneArguments::default()
+        };
+        let step = arguments.estimated_step(shape, Precision::Bf16, 0, plan, None);
+        assert!(all.cast_weights > 0);
+        assert_eq!(
+            step.unwrap(),
+            all.activations + all.recomputed.max(all.logits)
+        );
+    }
+
+    #[test]
     fn a_step_of_adapters_takes_less_than_one_of_all_weights_and_more_with_more_rows() {
         let (training, shape) = arguments();
         let arguments = FinetuneArguments {
