@@ -1,5 +1,4 @@
 //! Chunks of rows through the output layer and the loss.
-#![allow(unsafe_code)]
 
 use std::num::NonZeroUsize;
 
@@ -10,9 +9,8 @@ use tch::{Device, Kind, Tensor};
 use crate::cross_entropy::{scalar, sum};
 use crate::kernel::cross_entropy::{loss, loss_and_gradient};
 use crate::loss_options::Labels;
-use crate::tensors::Replaceable;
 use crate::{CrossEntropyOptions, Result, composed, gpu};
-use overdrive_kernels::tensors::{elements, has_kernel};
+use overdrive_kernels::tensors::{elements, elements_mut, has_kernel};
 use overdrive_kernels::with_element;
 
 /// The bytes of logits in a chunk.
@@ -356,9 +354,7 @@ fn softmax(
             loss::<T>(terms, elements(logits)?, labels, &mut losses, &mut lse);
         }
         Some(scale) => {
-            // SAFETY: a part of the buffer that `run_chunks` made and lets nobody else have.
-            let mut chunk = unsafe { Replaceable::new(logits) };
-            let logits = chunk.elements_mut()?;
+            let logits = elements_mut(logits)?;
             loss_and_gradient::<T>(terms, logits, labels, &mut losses, scale as f32);
         }
     });

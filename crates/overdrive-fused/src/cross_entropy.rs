@@ -1,5 +1,3 @@
-#![allow(unsafe_code)]
-
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
@@ -10,9 +8,9 @@ use tch::{Device, Kind, Tensor};
 use crate::error::{check_device, check_floating, wrong_shape};
 use crate::kernel::cross_entropy::{gradient, loss};
 use crate::loss_options::Labels;
-use crate::tensors::{Replaceable, copy_of};
+use crate::tensors::copy_of;
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed, gpu};
-use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
+use overdrive_kernels::tensors::{Fresh, elements, elements_mut, has_kernel};
 use overdrive_kernels::with_element;
 
 /// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64), as
@@ -181,12 +179,9 @@ impl Function for CrossEntropy {
                 self.options.scale(tokens) * upstream
             }
         };
-        // SAFETY: either a copy of our own, or logits that the caller said nobody reads any more and that share no
-        // memory with the labels.
-        let mut replaceable = unsafe { Replaceable::new(&mut target) };
         with_element!(logits.kind(), T => gradient::<T>(
             self.options.terms(),
-            replaceable.elements_mut()?,
+            elements_mut(&mut target)?,
             elements(&self.labels)?,
             elements(lse)?,
             scale as f32,

@@ -1,27 +1,8 @@
-//! Tensors that kernels overwrite, copies and dtypes.
-#![allow(unsafe_code)]
+//! Copies and dtypes of tensors.
 
-use overdrive_sys::raw;
 use tch::{Kind, Tensor};
 
 use crate::Result;
-
-/// A tensor whose contents a kernel may overwrite.
-#[derive(Debug)]
-pub(crate) struct Replaceable<'a>(&'a Tensor);
-
-impl<'a> Replaceable<'a> {
-    /// # Safety
-    /// While the result lives nobody else reads or writes the memory of `tensor`.
-    pub(crate) unsafe fn new(tensor: &'a mut Tensor) -> Self {
-        Self(tensor)
-    }
-
-    pub(crate) fn elements_mut<T: raw::Element>(&mut self) -> Result<&mut [T]> {
-        // SAFETY: the promise that was given to `new`, and this is borrowed for writing.
-        Ok(unsafe { raw::slice_mut(self.0)? })
-    }
-}
 
 /// Returns a copy of a tensor.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
