@@ -1,9 +1,8 @@
 //! The replacement of weights without recompiling.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as CommonError;
-use overdrive_safetensors::{MappedFile, file_in};
+use overdrive_safetensors::{MappedFile, weight_files};
 use overdrive_sys::compiled::Constant;
 use tch::{Device, Tensor};
 
@@ -125,7 +124,7 @@ impl CompiledModel {
     pub fn replace_constants_from(&self, path: impl AsRef<Path>) -> Result<()> {
         let held = self.constants()?;
         let mut tensors = Vec::new();
-        for file in weight_files(path.as_ref())? {
+        for file in weight_paths(path.as_ref())? {
             let file = MappedFile::open(&file)?;
             for stored in file.tensors() {
                 let index = self.index_of(&held, stored.name());
@@ -175,48 +174,12 @@ fn same(a: &Tensor, b: &Tensor) -> Result<bool> {
 }
 
 /// Returns the safetensors files of a Hugging Face folder, or the path itself if it is not a folder.
-fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
+fn weight_paths(path: &Path) -> Result<Vec<PathBuf>> {
+    const SINGLE: &str = "model.safetensors";
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
     }
-    const INDEX: &str = "model.safetensors.index.json";
-    let index = path.join(INDEX);
-    if !index.is_file() {
-        return Ok(vec![path.join("model.safetensors")]);
-    }
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: std::collections::BTreeMap<String, String>,
-    }
-    let text = overdrive_core::text::read(&index)?;
-    let parsed: Index = serde_json::from_str(&text).map_err(CommonError::parse("JSON", &index))?;
-    // Many tensors are in the same shard.
-    let names: std::collections::BTreeSet<String> = parsed.weight_map.into_values().collect();
-    let key = format!("weight_map of {INDEX}");
-    let in_folder = |name: &String| -> Result<_> { Ok(file_in(path, name, &key)?) };
-    names.iter().map(in_folder).collect()
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
-mod tests {
-    use super::weight_files;
-
-    #[test]
-    fn an_index_names_files_of_its_own_folder_only() {
-        let folder = tempfile::tempdir().unwrap();
-        let index = |file: &str| {
-            let text = serde_json::json!({"weight_map": {"w": "a.safetensors", "v": file}});
-            let path = folder.path().join("model.safetensors.index.json");
-            std::fs::write(path, text.to_string()).unwrap();
-            weight_files(folder.path())
-        };
-        let own = ["a.safetensors", "b.safetensors"].map(|name| folder.path().join(name));
-        assert_eq!(index("b.safetensors").unwrap(), own);
-        for outside in ["../b.safetensors", "/etc/passwd", "sub/b.safetensors", ".."] {
-            let error = index(outside).unwrap_err().to_string();
-            let names = error.contains("weight_map") && error.contains(&format!("{outside:?}"));
-            assert!(names, "{error}");
-        }
-    }
+    let found = weight_files(path, SINGLE, "model.safetensors.index.json")?;
+    // Opening it reports what the folder should have.
+    Ok(found.map_or_else(|| vec![path.join(SINGLE)], |found| found.paths))
 }

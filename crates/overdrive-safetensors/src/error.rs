@@ -23,6 +23,16 @@ pub enum Error {
         /// The reason, as the parser states it.
         reason: String,
     },
+    /// A file that the index names does not exist.
+    #[error("{} is missing, but {index} lists {tensors} tensors in it; fetch it again", path.display())]
+    MissingShard {
+        /// The file.
+        path: PathBuf,
+        /// The name of the index.
+        index: String,
+        /// The number of tensors that the index assigns to it.
+        tensors: usize,
+    },
     /// The file has no tensor of this name.
     #[error("{} has no tensor `{name}`", path.display())]
     NoTensor {

@@ -28,3 +28,8 @@ pub(crate) fn dtype_of(kind: Kind) -> Option<Dtype> {
     let found = KINDS.iter().find(|(k, _)| *k == kind);
     found.map(|(_, dtype)| *dtype)
 }
+
+/// Returns the name that safetensors files have for a dtype, such as `F32`; `None` if they do not have the dtype.
+pub fn dtype_name(kind: Kind) -> Option<String> {
+    dtype_of(kind).map(|dtype| dtype.to_string())
+}

@@ -42,6 +42,7 @@ mod mapped;
 mod write;
 
 pub use error::{Error, Result};
-pub use folder::file_in;
+pub use folder::{WeightFiles, file_in, weight_files};
+pub use kinds::dtype_name;
 pub use mapped::{MappedFile, StoredTensor};
 pub use write::write;

@@ -10,7 +10,7 @@ use std::rc::Rc;
 use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, Results, push_mode};
 
-use overdrive_safetensors::{Error, MappedFile, file_in, write};
+use overdrive_safetensors::{Error, MappedFile, dtype_name, file_in, weight_files, write};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -28,6 +28,56 @@ fn names_in(folder: &Path) -> Vec<String> {
         .collect();
     names.sort();
     names
+}
+
+#[test]
+fn an_index_names_existing_files_of_its_own_folder_only() {
+    const SINGLE: &str = "model.safetensors";
+    const INDEX: &str = "model.safetensors.index.json";
+    let folder = tempfile::tempdir().unwrap();
+    let found = || weight_files(folder.path(), SINGLE, INDEX);
+    assert!(found().unwrap().is_none());
+    let index = |text: &str| fs::write(folder.path().join(INDEX), text).unwrap();
+    let with = |file: &str| {
+        index(&format!(
+            r#"{{"weight_map": {{"w": "a.safetensors", "v": {file:?}, "u": {file:?}}}}}"#
+        ));
+        found()
+    };
+    let own = ["a.safetensors", "b.safetensors"].map(|name| folder.path().join(name));
+    fs::write(&own[0], "").unwrap();
+    let error = with("b.safetensors").unwrap_err().to_string();
+    assert!(
+        error.contains("b.safetensors is missing") && error.contains("2 tensors"),
+        "{error}"
+    );
+    fs::write(&own[1], "").unwrap();
+    let files = with("b.safetensors").unwrap().unwrap();
+    assert_eq!(files.paths, own);
+    assert!(files.names_other_file("w", &own[1]) && !files.names_other_file("w", &own[0]));
+    assert!(!files.names_other_file("unlisted", &own[0]));
+    for outside in ["../b.safetensors", "/etc/passwd", "sub/b.safetensors", ".."] {
+        let error = with(outside).unwrap_err().to_string();
+        let names = error.contains("weight_map") && error.contains(&format!("{outside:?}"));
+        assert!(names, "{error}");
+    }
+    for damaged in [
+        "",
+        "[]",
+        "{}",
+        r#"{"weight_map": 1}"#,
+        r#"{"weight_map": {"w": 1}}"#,
+    ] {
+        index(damaged);
+        let error = found().unwrap_err().to_string();
+        assert!(error.contains(INDEX), "{damaged}: {error}");
+    }
+    fs::write(folder.path().join(SINGLE), "").unwrap();
+    // As in transformers, the single file comes first.
+    assert_eq!(
+        found().unwrap().unwrap().paths,
+        [folder.path().join(SINGLE)]
+    );
 }
 
 #[test]

@@ -46,19 +46,6 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
-    /// A file that the index names does not exist.
-    #[error(
-        "{} is missing, but {index} lists {tensors} tensors in it; fetch it again",
-        path.display()
-    )]
-    MissingShard {
-        /// The file.
-        path: PathBuf,
-        /// The name of the index.
-        index: String,
-        /// The number of tensors that the index assigns to it.
-        tensors: usize,
-    },
     /// A weight file in PyTorch's own format is damaged, or names code to run.
     #[error(transparent)]
     Pickle(#[from] overdrive_pickle::Error),

@@ -6,11 +6,12 @@ use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error as CoreError, files};
+use overdrive_safetensors::dtype_name;
 use serde_json::{Map, Value, json};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::source::{INDEX, bad};
-use crate::{Error, Result};
+use crate::Result;
 
 /// The element sizes in bytes. The largest come first in a file, so that every tensor is aligned.
 const SIZES: [usize; 4] = [8, 4, 2, 1];
@@ -33,7 +34,7 @@ pub(super) struct ShardWriter {
 #[derive(Debug)]
 struct Entry {
     name: String,
-    dtype: &'static str,
+    dtype: String,
     shape: Vec<i64>,
     bytes: u64,
 }
@@ -63,7 +64,16 @@ impl ShardWriter {
             self.close_shard()?;
         }
         for (name, tensor) in tensors {
-            let (dtype, size_index) = dtype(name, tensor.f_kind()?)?;
+            let kind = tensor.f_kind()?;
+            let size_index = SIZES
+                .iter()
+                .position(|&size| size == kind.elt_size_in_bytes());
+            let (dtype, size_index) = dtype_name(kind).zip(size_index).ok_or_else(|| {
+                overdrive_safetensors::Error::UnwritableKind {
+                    name: name.clone(),
+                    kind,
+                }
+            })?;
             let tensor = tensor
                 .f_detach()?
                 .f_to_device(Device::Cpu)?
@@ -168,28 +178,4 @@ pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
     let mut text = format!("{value:#}").into_bytes();
     text.push(b'\n');
     Ok(files::write(path, &text)?)
-}
-
-/// Returns the name of the dtype in safetensors, and the index of its size in [`SIZES`].
-fn dtype(name: &str, kind: Kind) -> Result<(&'static str, usize)> {
-    Ok(match kind {
-        Kind::Double => ("F64", 0),
-        Kind::Int64 => ("I64", 0),
-        Kind::Float => ("F32", 1),
-        Kind::Int => ("I32", 1),
-        Kind::Half => ("F16", 2),
-        Kind::BFloat16 => ("BF16", 2),
-        Kind::Int16 => ("I16", 2),
-        Kind::Int8 => ("I8", 3),
-        Kind::Uint8 => ("U8", 3),
-        Kind::Bool => ("BOOL", 3),
-        Kind::Float8e4m3fn => ("F8_E4M3", 3),
-        Kind::Float8e5m2 => ("F8_E5M2", 3),
-        kind => {
-            return Err(Error::File(overdrive_safetensors::Error::UnwritableKind {
-                name: name.to_owned(),
-                kind,
-            }));
-        }
-    })
 }

@@ -1,12 +1,11 @@
 //! The source folder.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error as CoreError, text};
-use overdrive_safetensors::{MappedFile, StoredTensor, file_in};
-use serde::Deserialize;
+use overdrive_safetensors::{MappedFile, StoredTensor, weight_files};
 use serde_json::{Map, Value};
 
 use crate::{Error, Result};
@@ -25,11 +24,6 @@ pub(super) struct Source {
     pub(super) config: Map<String, Value>,
     /// `true` if the files hold a head with other values than the embedding.
     has_own_head: bool,
-}
-
-#[derive(Deserialize)]
-struct ShardIndex {
-    weight_map: BTreeMap<String, String>,
 }
 
 impl Source {
@@ -52,36 +46,24 @@ impl Source {
         }
         let mut files = Vec::new();
         let mut names = BTreeMap::new();
-        if dir.join(SINGLE).is_file() {
-            let file = MappedFile::open(dir.join(SINGLE))?;
-            names.extend(
-                file.tensors()
-                    .iter()
-                    .map(|stored| (stored.name().to_owned(), 0)),
-            );
-            files.push(file);
-        } else if dir.join(INDEX).is_file() {
-            let index: ShardIndex = read_json(&dir.join(INDEX))?;
-            let shards: BTreeSet<&String> = index.weight_map.values().collect();
-            for (file_index, shard) in shards.into_iter().enumerate() {
-                let key = format!("weight_map of {INDEX}");
-                let file = MappedFile::open(file_in(dir, shard, &key)?)?;
-                let own = index.weight_map.iter().filter(|(_, file)| *file == shard);
-                for (name, _) in own {
-                    file.tensor(name)?;
-                    names.insert(name.clone(), file_index);
-                }
-                for stored in file.tensors() {
-                    // A tensor that the index omits is part of the model nevertheless.
-                    if !index.weight_map.contains_key(stored.name()) {
-                        names.insert(stored.name().to_owned(), file_index);
-                    }
-                }
-                files.push(file);
-            }
-        } else {
+        let Some(found) = weight_files(dir, SINGLE, INDEX)? else {
             let reason = format!("it has neither {SINGLE} nor {INDEX}");
             return Err(bad(dir, &reason));
+        };
+        for (file_index, path) in found.paths.iter().enumerate() {
+            let file = MappedFile::open(path)?;
+            for (name, shard) in &found.weight_map {
+                if path.ends_with(shard) {
+                    file.tensor(name)?;
+                }
+            }
+            for stored in file.tensors() {
+                // A tensor that the index omits is part of the model nevertheless.
+                if !found.names_other_file(stored.name(), path) {
+                    names.insert(stored.name().to_owned(), file_index);
+                }
+            }
+            files.push(file);
         }
         let mut source = Source {
             dir: dir.to_path_buf(),

@@ -1,44 +1,10 @@
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use overdrive_core::{Error as Common, text};
 use overdrive_pickle::PickledFile;
-use overdrive_safetensors::{MappedFile, StoredTensor, file_in};
-use serde::{Deserialize, Serialize};
+use overdrive_safetensors::{MappedFile, StoredTensor, WeightFiles};
 
 use super::{INDEX, INDEX_PICKLE, SINGLE, SINGLE_PICKLE};
 use crate::{Error, Result};
-
-/// `model.safetensors.index.json`.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct ShardIndex {
-    #[serde(default)]
-    pub(super) metadata: IndexMetadata,
-    /// The file of each tensor.
-    pub(super) weight_map: BTreeMap<String, String>,
-}
-
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct IndexMetadata {
-    /// The number of bytes of all tensors.
-    #[serde(default)]
-    pub(super) total_size: u64,
-}
-
-/// The weight files of a folder.
-#[derive(Debug)]
-pub(super) struct WeightFiles {
-    pub(super) paths: Vec<PathBuf>,
-    index: Option<ShardIndex>,
-}
-
-impl WeightFiles {
-    /// Returns `true` if the index has `tensor` in another file than `path`.
-    pub(super) fn names_other_file(&self, tensor: &str, path: &Path) -> bool {
-        let named = self.index.as_ref().and_then(|i| i.weight_map.get(tensor));
-        named.is_some_and(|name| !path.ends_with(name))
-    }
-}
 
 /// A weight file of either format.
 #[derive(Debug)]
@@ -75,46 +41,12 @@ impl WeightFile {
 /// Finds the weight files of a folder. The single file is preferred, and safetensors to pickles, as in transformers.
 pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
     for (single, index) in [(SINGLE, INDEX), (SINGLE_PICKLE, INDEX_PICKLE)] {
-        let single = dir.join(single);
-        if single.is_file() {
-            return Ok(WeightFiles {
-                paths: vec![single],
-                index: None,
-            });
-        }
-        if dir.join(index).is_file() {
-            return shards(dir, index);
+        if let Some(found) = overdrive_safetensors::weight_files(dir, single, index)? {
+            return Ok(found);
         }
     }
     Err(Error::NoWeights {
         path: dir.to_path_buf(),
-    })
-}
-
-/// Returns the files that the index names.
-fn shards(dir: &Path, index_name: &str) -> Result<WeightFiles> {
-    let path = dir.join(index_name);
-    let text = text::read(&path)?;
-    let index: ShardIndex = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
-    let names: BTreeSet<&String> = index.weight_map.values().collect();
-    let mut paths = Vec::with_capacity(names.len());
-    for name in names {
-        let path = file_in(dir, name, &format!("weight_map of {index_name}"))?;
-        if !path.is_file() {
-            let tensors = index.weight_map.values().filter(|file| *file == name);
-            let tensors = tensors.count();
-            let index = index_name.to_owned();
-            return Err(Error::MissingShard {
-                path,
-                index,
-                tensors,
-            });
-        }
-        paths.push(path);
-    }
-    Ok(WeightFiles {
-        paths,
-        index: Some(index),
     })
 }
 

@@ -3,12 +3,12 @@ use std::path::Path;
 use std::{fs, io};
 
 use overdrive_core::{Error as Common, files};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::contents::Contents;
 use super::quantized::{self, LAYOUT_KEY, Written};
-use super::shards::{IndexMetadata, ShardIndex, is_shard_name, shard_name};
+use super::shards::{is_shard_name, shard_name};
 use super::{INDEX, SINGLE};
 use crate::{Error, Result};
 
@@ -71,7 +71,7 @@ fn write_weights(
     options: &SaveOptions,
 ) -> Result<BTreeSet<String>> {
     let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
-    let total_size = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
+    let total_size: u64 = tensors.iter().map(|(_, tensor)| bytes(tensor)).sum();
     let mut groups: Vec<Vec<(String, Tensor)>> = vec![Vec::new()];
     let mut filled = 0;
     for (name, tensor) in tensors {
@@ -87,10 +87,7 @@ fn write_weights(
         }
     }
     let count = groups.len();
-    let mut index = ShardIndex {
-        metadata: IndexMetadata { total_size },
-        weight_map: [].into(),
-    };
+    let mut weight_map = BTreeMap::new();
     let mut written = BTreeSet::new();
     let unfinished = files::unfinished_folder(dir.join(SINGLE))?;
     for (number, group) in groups.into_iter().enumerate() {
@@ -100,7 +97,7 @@ fn write_weights(
             shard_name(number + 1, count)
         };
         for (name, _) in &group {
-            index.weight_map.insert(name.clone(), file.clone());
+            weight_map.insert(name.clone(), file.clone());
         }
         // transformers refuses a file without this key.
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
@@ -116,8 +113,8 @@ fn write_weights(
     }
     files::sync_folder(dir)?;
     if count > 1 {
-        let value = serde_json::to_value(&index).map_err(Common::parse("JSON", dir.join(INDEX)))?;
-        write_json(dir, INDEX, &value)?;
+        let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
+        write_json(dir, INDEX, &index)?;
         written.insert(INDEX.to_owned());
     }
     Ok(written)
