@@ -6,38 +6,9 @@ use tch::Tensor;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::activation::{Gated, GatedMut, biased, biased_backward, gated, gated_backward};
 use crate::tensors::promoted;
-use crate::{Result, gpu};
+use crate::{Activation, Result, gpu};
 use overdrive_kernels::tensors::{Fresh, elements, has_kernel};
 use overdrive_kernels::with_element;
-
-/// A non-linearity, applied element by element.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Activation {
-    /// `x·σ(x)`, also called swish.
-    Silu,
-    /// `x·Φ(x)`, the exact form with erf.
-    Gelu,
-    /// `x/2·(1 + tanh(√(2/π)·(x + 0.044715 x³)))`: GPT-2's `gelu_new`, PyTorch's `approximate="tanh"`.
-    GeluTanh,
-    /// `max(x, 0)`
-    Relu,
-}
-
-impl Activation {
-    /// Applies the activation by libtorch's operator.
-    ///
-    /// # Errors
-    /// Errors of libtorch.
-    pub fn apply(self, x: &Tensor) -> Result<Tensor> {
-        Ok(match self {
-            Self::Silu => x.f_silu()?,
-            Self::Gelu => x.f_gelu("none")?,
-            Self::GeluTanh => x.f_gelu("tanh")?,
-            Self::Relu => x.f_relu()?,
-        })
-    }
-}
 
 /// Returns `silu(gate) · up`, `(…, I)`, from the joint projection `gate_up (…, 2·I)`, whose rows are the gates
 /// followed by the gated values. It is [`glu`] with [`Activation::Silu`].
@@ -145,7 +116,7 @@ pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Res
     if has_kernel(&x) && has_kernel(&bias) && x.numel() > 0 {
         return Ok(apply(Biased { activation }, &[&x, &bias])?.remove(0));
     }
-    activation.apply(&x.f_add(&bias)?)
+    Ok(activation.apply(&x.f_add(&bias)?)?)
 }
 
 struct JointGlu {

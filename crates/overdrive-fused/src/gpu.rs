@@ -1,27 +1,31 @@
 //! The choice of the GPU kernels of overdrive-gpu; `None` if a function runs libtorch's operators or CPU kernels.
 
-use overdrive_gpu::{
-    CrossEntropy, Fp8Format, Fp8Matrix, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary,
-};
+use overdrive_gpu::{CrossEntropy, Fp8Format, Fp8Matrix, Gate, Kernels, RmsNorm, Rotary};
 use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
 use crate::{Activation, CrossEntropyOptions, Result};
 
-/// Returns the kernels for the device of a tensor that is not empty.
-fn kernels(tensor: &Tensor) -> Result<Option<&'static Kernels>> {
-    match tensor.numel() {
-        0 => Ok(None),
-        _ => Ok(overdrive_gpu::kernels(tensor.device())?),
+/// Returns what `find` finds among the kernels for the device of a tensor that is not empty.
+fn found<T>(
+    tensor: &Tensor,
+    find: impl FnOnce(&'static Kernels) -> overdrive_gpu::Result<Option<T>>,
+) -> Result<Option<T>> {
+    if tensor.numel() == 0 {
+        return Ok(None);
+    }
+    match overdrive_gpu::kernels(tensor.device())? {
+        Some(kernels) => Ok(find(kernels)?),
+        None => Ok(None),
     }
 }
 
 pub(crate) fn rms_norm(x: &Tensor, add: bool) -> Result<Option<RmsNorm>> {
-    let width = x.size().last().copied().unwrap_or(1);
-    match kernels(x)? {
-        Some(kernels) => Ok(kernels.rms_norm(x.kind(), width, add)?),
-        None => Ok(None),
-    }
+    found(x, |kernels| kernels.rms_norm(x.kind(), width_of(x), add))
+}
+
+fn width_of(x: &Tensor) -> i64 {
+    x.size().last().copied().unwrap_or(1)
 }
 
 /// Returns the kernels that add `residual` in the dtype of autocast to `x` in f32 and normalise the sum, as mixed precision
@@ -37,30 +41,17 @@ pub(crate) fn add_rms_norm_mixed(
     if !is_mixed || residual.device() != device {
         return Ok(None);
     }
-    let Some(kernels) = kernels(x)? else {
-        return Ok(None);
-    };
-    match autocast::state(device) {
+    found(x, |kernels| match autocast::state(device) {
         Ok(state) if state.enabled && state.dtype == low => {
-            let width = x.size().last().copied().unwrap_or(1);
-            Ok(kernels.add_rms_norm_mixed(low, width)?)
+            kernels.add_rms_norm_mixed(low, width_of(x))
         }
         _ => Ok(None),
-    }
+    })
 }
 
 /// Returns the kernels for rows of `width` gates.
 pub(crate) fn gate(x: &Tensor, width: i64, activation: Activation) -> Result<Option<Gate>> {
-    let activation = match activation {
-        Activation::Silu => GateActivation::Silu,
-        Activation::Gelu => GateActivation::Gelu,
-        Activation::GeluTanh => GateActivation::GeluTanh,
-        Activation::Relu => GateActivation::Relu,
-    };
-    match kernels(x)? {
-        Some(kernels) => Ok(kernels.gate(x.kind(), width, activation)?),
-        None => Ok(None),
-    }
+    found(x, |kernels| kernels.gate(x.kind(), width, activation))
 }
 
 /// Returns the kernels for heads of `dim` channels.
@@ -70,10 +61,9 @@ pub(crate) fn rotary(
     pairs: i64,
     interleaved: bool,
 ) -> Result<Option<Rotary>> {
-    match kernels(x)? {
-        Some(kernels) => Ok(kernels.rotary(x.kind(), dim, pairs, interleaved)?),
-        None => Ok(None),
-    }
+    found(x, |kernels| {
+        kernels.rotary(x.kind(), dim, pairs, interleaved)
+    })
 }
 
 /// Returns the kernels for rows of logits.
@@ -81,23 +71,12 @@ pub(crate) fn cross_entropy(
     logits: &Tensor,
     options: &CrossEntropyOptions,
 ) -> Result<Option<CrossEntropy>> {
-    let classes = logits.size().last().copied().unwrap_or(1);
-    let terms = LossTerms {
-        ignore_index: options.ignore_index,
-        label_smoothing: options.label_smoothing,
-        z_loss: options.z_loss,
-        softcap: options.softcap,
-    };
-    match kernels(logits)? {
-        Some(kernels) => Ok(kernels.cross_entropy(logits.kind(), classes, terms)?),
-        None => Ok(None),
-    }
+    found(logits, |kernels| {
+        kernels.cross_entropy(logits.kind(), width_of(logits), options.terms())
+    })
 }
 
 /// Returns a matrix in FP8 by our kernels.
 pub(crate) fn to_fp8(x: &Tensor, format: Fp8Format, columns: bool) -> Result<Option<Fp8Matrix>> {
-    match kernels(x)? {
-        Some(kernels) => Ok(kernels.to_fp8(x, format, columns)?),
-        None => Ok(None),
-    }
+    found(x, |kernels| kernels.to_fp8(x, format, columns))
 }

@@ -65,10 +65,11 @@ mod tensors;
 pub use chunk::{ChunkDevice, auto_rows};
 pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
-pub use gated_activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
+pub use gated_activation::{bias_activation, glu, glu_pair, swiglu, swiglu_pair};
 pub use linear::{FEW_ROWS, adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};
+pub use overdrive_gpu::Activation;
 pub use rms_norm::{add_rms_norm, rms_norm};
 pub use rotary::{
     Convention, Layout, QkvShape, RotaryOptions, rotary, rotary_single, split_qkv_rotary,

@@ -1,10 +1,10 @@
 //! The options, labels and output that both cross-entropies share.
 
 use overdrive_core::{IGNORE_INDEX, check_non_negative, check_option};
+use overdrive_gpu::LossTerms;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{wrong_dtype, wrong_shape};
-use crate::kernel::cross_entropy::Terms;
 use crate::{Error, Result};
 use overdrive_kernels::tensors::elements;
 
@@ -81,8 +81,8 @@ impl CrossEntropyOptions {
         Ok(())
     }
 
-    pub(crate) fn terms(&self) -> Terms {
-        Terms {
+    pub(crate) fn terms(&self) -> LossTerms {
+        LossTerms {
             ignore_index: self.ignore_index,
             label_smoothing: self.label_smoothing as f32,
             z_loss: self.z_loss as f32,

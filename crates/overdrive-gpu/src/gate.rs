@@ -1,21 +1,36 @@
 use overdrive_core::Error as Common;
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use crate::Result;
 use crate::kernels::Argument::{Element, I32, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, check_shapes, dense, dtype, multiples_of_16};
 
-/// The activation of a gate.
+/// A non-linearity, applied element by element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GateActivation {
-    /// `x·σ(x)`
+pub enum Activation {
+    /// `x·σ(x)`, also called swish.
     Silu,
-    /// `x·Φ(x)`, with erf.
+    /// `x·Φ(x)`, the exact form with erf.
     Gelu,
-    /// GELU by its approximation with tanh.
+    /// `x/2·(1 + tanh(√(2/π)·(x + 0.044715 x³)))`: GPT-2's `gelu_new`, PyTorch's `approximate="tanh"`.
     GeluTanh,
     /// `max(x, 0)`
     Relu,
+}
+
+impl Activation {
+    /// Applies the activation by libtorch's operator.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn apply(self, x: &Tensor) -> std::result::Result<Tensor, TchError> {
+        match self {
+            Self::Silu => x.f_silu(),
+            Self::Gelu => x.f_gelu("none"),
+            Self::GeluTanh => x.f_gelu("tanh"),
+            Self::Relu => x.f_relu(),
+        }
+    }
 }
 
 /// `activation(gate) · up` for rows of one width and dtype, forward and backward.
@@ -36,17 +51,17 @@ impl Kernels {
         &'static self,
         kind: Kind,
         width: i64,
-        activation: GateActivation,
+        activation: Activation,
     ) -> Result<Option<Gate>> {
         let Some(dtype) = dtype(kind) else {
             return Ok(None);
         };
         // The numbers are those of gate.py.
         let activation = match activation {
-            GateActivation::Silu => 0,
-            GateActivation::Gelu => 1,
-            GateActivation::GeluTanh => 2,
-            GateActivation::Relu => 3,
+            Activation::Silu => 0,
+            Activation::Gelu => 1,
+            Activation::GeluTanh => 2,
+            Activation::Relu => 3,
         };
         let find = |kernel| {
             self.find(&Request {

@@ -99,7 +99,7 @@ pub use delta_rule::{CausalConv1d, DeltaRule, StatePlan};
 pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};
 pub use error::{Error, Result};
 pub use fp8::{Fp8Format, Fp8Matrix};
-pub use gate::{Gate, GateActivation};
+pub use gate::{Activation, Gate};
 pub use kernels::{Kernels, dense};
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{NormGradients, Normalized, RmsNorm};

@@ -7,17 +7,20 @@ use crate::kernels::{
     Argument, Kernels, Loaded, Request, dense, dtype, is_aligned, multiples_of_16,
 };
 
-/// The terms of a cross-entropy.
+/// The coefficients of the loss of a row.
+///
+/// The loss is `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`, where `x` are the logits (`c·tanh(x/c)` if there is a
+/// cap `c`) and `lse` is their log-sum-exp.
 #[derive(Debug, Clone, Copy)]
 pub struct LossTerms {
     /// The label of ignored rows.
     pub ignore_index: i64,
-    /// The probability that is spread over all classes.
-    pub label_smoothing: f64,
-    /// The factor of the squared log-sum-exp.
-    pub z_loss: f64,
-    /// The softcap: logits first become `cap · tanh(logit / cap)`.
-    pub softcap: Option<f64>,
+    /// The weight ε of the uniform distribution.
+    pub label_smoothing: f32,
+    /// The weight z of the squared `lse`.
+    pub z_loss: f32,
+    /// The cap of logits.
+    pub softcap: Option<f32>,
 }
 
 /// The cross-entropy of rows with one number of classes and dtype, and its gradient.
@@ -142,9 +145,9 @@ impl CrossEntropy {
         arguments.extend([
             ("classes", I32(size[1])),
             ("ignore_index", I64(self.terms.ignore_index)),
-            ("smoothing", F32(self.terms.label_smoothing)),
-            ("z_loss", F32(self.terms.z_loss)),
-            ("softcap", F32(self.terms.softcap.unwrap_or(0.0))),
+            ("smoothing", F32(self.terms.label_smoothing.into())),
+            ("z_loss", F32(self.terms.z_loss.into())),
+            ("softcap", F32(self.terms.softcap.unwrap_or(0.0).into())),
             ("scale", F32(scale)),
         ]);
         self.kernels

@@ -1,28 +1,15 @@
 //! The negative log-likelihood of a label under the softmax of a row of logits, and its gradient.
 
+use overdrive_gpu::LossTerms;
 use overdrive_kernels::math::{exp, tanh};
 use overdrive_kernels::threads::{block_rows, run_jobs};
 use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
-
-/// The coefficients of the loss of a row.
-///
-/// The loss is `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`, where `x` are the logits (`c·tanh(x/c)` if there is a
-/// cap `c`) and `lse` is their log-sum-exp.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
-    pub(crate) ignore_index: i64,
-    /// The weight ε of the uniform distribution.
-    pub(crate) label_smoothing: f32,
-    /// The weight z of the squared `lse`.
-    pub(crate) z_loss: f32,
-    pub(crate) softcap: Option<f32>,
-}
 
 /// Computes the loss of each row of `logits (labels.len(), classes)`, and its `lse`; 0 for ignored rows.
 ///
 /// The caller has checked that labels that are not ignored are in `0..classes`.
 pub(crate) fn loss<T: Element>(
-    terms: Terms,
+    terms: LossTerms,
     logits: &[T],
     labels: &[i64],
     losses: &mut [f32],
@@ -47,7 +34,7 @@ pub(crate) fn loss<T: Element>(
 
 /// Overwrites the logits with the gradient of `scale ·` the losses.
 pub(crate) fn gradient<T: Element>(
-    terms: Terms,
+    terms: LossTerms,
     logits: &mut [T],
     labels: &[i64],
     lse: &[f32],
@@ -72,7 +59,7 @@ pub(crate) fn gradient<T: Element>(
 
 /// Computes [`loss`] and [`gradient`] in one pass.
 pub(crate) fn loss_and_gradient<T: Element>(
-    terms: Terms,
+    terms: LossTerms,
     logits: &mut [T],
     labels: &[i64],
     losses: &mut [f32],
@@ -96,7 +83,7 @@ pub(crate) fn loss_and_gradient<T: Element>(
 }
 
 struct Loss<'a, T> {
-    terms: Terms,
+    terms: LossTerms,
     logits: &'a [T],
     labels: &'a [i64],
     losses: &'a mut [f32],
@@ -110,7 +97,7 @@ impl<T: Element> Kernel for Loss<'_, T> {
     fn run<S: Simd>(self, s: S) {
         let rows = rows(self.logits, self.labels).zip(self.losses.iter_mut().zip(self.lse));
         for ((row, label), (loss, lse)) in rows {
-            (*loss, *lse) = match self.terms.class(label) {
+            (*loss, *lse) = match class(self.terms, label) {
                 Some(class) => row_loss(s, self.terms, row, class),
                 // The row is not read, so a NaN in a padding position has no effect.
                 None => (0.0, 0.0),
@@ -120,7 +107,7 @@ impl<T: Element> Kernel for Loss<'_, T> {
 }
 
 struct Gradient<'a, T> {
-    terms: Terms,
+    terms: LossTerms,
     logits: &'a mut [T],
     labels: &'a [i64],
     lse: &'a [f32],
@@ -135,7 +122,7 @@ impl<T: Element> Kernel for Gradient<'_, T> {
         let classes = self.logits.len() / self.labels.len().max(1);
         let rows = self.logits.chunks_exact_mut(classes.max(1));
         for ((row, &label), &lse) in rows.zip(self.labels).zip(self.lse) {
-            match self.terms.class(label) {
+            match class(self.terms, label) {
                 Some(class) => row_gradient(s, self.terms, row, class, lse, self.scale),
                 // Must be written, because this memory still holds logits.
                 None => row.fill(T::ZERO),
@@ -145,7 +132,7 @@ impl<T: Element> Kernel for Gradient<'_, T> {
 }
 
 struct LossAndGradient<'a, T> {
-    terms: Terms,
+    terms: LossTerms,
     logits: &'a mut [T],
     labels: &'a [i64],
     losses: &'a mut [f32],
@@ -160,7 +147,7 @@ impl<T: Element> Kernel for LossAndGradient<'_, T> {
         let classes = self.logits.len() / self.labels.len().max(1);
         let rows = self.logits.chunks_exact_mut(classes.max(1));
         for ((row, &label), loss) in rows.zip(self.labels).zip(self.losses) {
-            match self.terms.class(label) {
+            match class(self.terms, label) {
                 Some(class) => {
                     let lse;
                     (*loss, lse) = row_loss(s, self.terms, row, class);
@@ -176,10 +163,8 @@ impl<T: Element> Kernel for LossAndGradient<'_, T> {
     }
 }
 
-impl Terms {
-    fn class(&self, label: i64) -> Option<usize> {
-        (label != self.ignore_index).then_some(label as usize)
-    }
+fn class(terms: LossTerms, label: i64) -> Option<usize> {
+    (label != terms.ignore_index).then_some(label as usize)
 }
 
 #[inline(always)]
@@ -202,8 +187,8 @@ fn capped<S: Simd>(s: S, x: S::F, softcap: Option<f32>) -> S::F {
 
 /// Returns the loss and the `lse`.
 #[inline(always)]
-fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) -> (f32, f32) {
-    let Terms {
+fn row_loss<S: Simd, T: Element>(s: S, terms: LossTerms, row: &[T], class: usize) -> (f32, f32) {
+    let LossTerms {
         label_smoothing,
         z_loss,
         softcap,
@@ -276,13 +261,13 @@ fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
 #[inline(always)]
 fn row_gradient<S: Simd, T: Element>(
     s: S,
-    terms: Terms,
+    terms: LossTerms,
     row: &mut [T],
     class: usize,
     lse: f32,
     scale: f32,
 ) {
-    let Terms {
+    let LossTerms {
         label_smoothing,
         z_loss,
         softcap,

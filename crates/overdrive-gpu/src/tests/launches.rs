@@ -12,8 +12,8 @@ use super::source;
 use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
 use crate::{
-    AdamFactors, CodedAverage, EightBitNumbers, EightBitWeight, FourBitNumbers, FourBitScales,
-    FourBitWeight, Fp8Format, GateActivation, LossTerms, RotaryTables,
+    Activation, AdamFactors, CodedAverage, EightBitNumbers, EightBitWeight, FourBitNumbers,
+    FourBitScales, FourBitWeight, Fp8Format, LossTerms, RotaryTables,
 };
 
 const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
@@ -89,7 +89,7 @@ fn mixed_norms(stand_in: &StandIn, low: Kind, rows: i64, width: i64) {
 }
 
 fn gates(stand_in: &StandIn, kind: Kind) {
-    use GateActivation::{Gelu, GeluTanh, Relu, Silu};
+    use Activation::{Gelu, GeluTanh, Relu, Silu};
     for activation in [Silu, Gelu, GeluTanh, Relu] {
         for (rows, width) in [(3, 48), (2, 1040)] {
             let gate = stand_in
