@@ -1,5 +1,3 @@
-use std::sync::Mutex;
-
 use overdrive_core::{check_at_least, check_option};
 use overdrive_kernels::threads::run_jobs;
 use serde::{Deserialize, Serialize};
@@ -52,12 +50,10 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
     let ratios: Vec<f32> = std::iter::once(1.0)
         .chain(tries.map(|fraction| (options.least + width * fraction) as f32))
         .collect();
-    // A mutex for each group, which is never contended, since each job has its own groups.
-    let best: Vec<Mutex<f32>> = grid.steps.iter().map(|_| Mutex::new(1.0)).collect();
+    let mut best = vec![1.0; grid.steps.len()];
     let units = units_of_job(group * ratios.len());
-    let starts = (0..best.len()).step_by(units);
-    run_jobs(starts, |start| {
-        for (index, best) in best.iter().enumerate().skip(start).take(units) {
+    run_jobs(best.chunks_mut(units).enumerate(), |(job, best)| {
+        for (index, best) in (job * units..).zip(best) {
             let first = index * group;
             let numbers = &weight[first..(first + group).min(weight.len())];
             let offset = grid.offsets.get(index).copied().unwrap_or_default();
@@ -77,13 +73,10 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
                     least = (error, ratio);
                 }
             }
-            *best
-                .lock()
-                .unwrap_or_else(std::sync::PoisonError::into_inner) = least.1;
+            *best = least.1;
         }
     });
     for (index, ratio) in best.into_iter().enumerate() {
-        let ratio = ratio.into_inner().unwrap_or(1.0);
         grid.steps[index] = grid.scaled_step(index, ratio);
         if let Some(offset) = grid.offsets.get_mut(index) {
             *offset *= ratio;

@@ -3,7 +3,7 @@ use overdrive_kernels::threads::run_jobs;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use super::grid::Grid;
+use super::grid::{Grid, floats};
 use super::statistics::InputStatistics;
 use crate::codec::units_of_job;
 use crate::{Error, Result};
@@ -171,9 +171,4 @@ fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
     let found = format!("{damp_percent} (up to a thousand times as much was tried)");
     let expected = "large enough for the second moments of the inputs to be invertible; use more calibration data";
     Err(Error::option("damp_percent", found, expected))
-}
-
-fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
-    let flat = tensor.f_to_device(Device::Cpu)?.f_reshape([-1])?;
-    Ok(Vec::try_from(&flat)?)
 }

@@ -280,7 +280,8 @@ impl Grid {
     }
 }
 
-fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
+/// Returns the elements on the CPU.
+pub(super) fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
     let flat = tensor
         .f_to_kind(Kind::Float)?
         .f_to_device(Device::Cpu)?

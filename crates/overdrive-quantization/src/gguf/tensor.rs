@@ -1,11 +1,10 @@
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
 
-use overdrive_sys::threads::parallel_for;
 use tch::{Device, Kind, Tensor};
 
 use super::decode::{GroupsMut, decode};
 use super::tensor_type::GgufType;
+use crate::codec::{run_jobs, units_of_job};
 use crate::weight::Storage;
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
@@ -105,20 +104,16 @@ impl<'a> GgufTensor<'a> {
         let Some(groups) = self.info.kind.groups() else {
             return Err(self.damaged("its type has neither a dtype nor blocks"));
         };
-        let width = self.width();
-        let mut numbers = vec![0f32; order.len() * width];
+        let mut numbers = vec![0f32; order.len() * self.width()];
         let decoded = self.decode(&order, groups)?;
         let group = groups.group_size;
-        each_row(&mut numbers, width, |row, numbers| {
-            let codes = &decoded.codes[row * width..][..width];
-            let first = row * (width / group);
-            for (index, (numbers, codes)) in numbers
-                .chunks_exact_mut(group)
-                .zip(codes.chunks_exact(group))
-                .enumerate()
-            {
-                let scale = decoded.scales[first + index];
-                let offset = decoded.offsets.get(first + index);
+        let per_job = units_of_job(group);
+        let jobs = numbers.chunks_mut(per_job * group).enumerate();
+        run_jobs(jobs, |(job, numbers)| {
+            for (index, numbers) in (job * per_job..).zip(numbers.chunks_mut(group)) {
+                let codes = &decoded.codes[index * group..][..group];
+                let scale = decoded.scales[index];
+                let offset = decoded.offsets.get(index);
                 for (number, &code) in numbers.iter_mut().zip(codes) {
                     // Multiplied and added apart, not fused, as the `gguf` package does.
                     let product = value(code, groups) * scale;
@@ -289,41 +284,31 @@ impl<'a> GgufTensor<'a> {
             scales: vec![0.0; order.len() * per_row],
             offsets: vec![0.0; order.len() * offsets_per_row],
         };
-        let mut rows = Vec::with_capacity(order.len());
-        let (mut codes, mut scales) = (&mut all.codes[..], &mut all.scales[..]);
-        let mut offsets = &mut all.offsets[..];
-        for _ in order {
-            let (own_codes, rest_codes) = codes.split_at_mut(width);
-            let (own_scales, rest_scales) = scales.split_at_mut(per_row);
-            let (own_offsets, rest_offsets) = offsets.split_at_mut(offsets_per_row);
-            rows.push(Mutex::new(GroupsMut {
-                codes: own_codes,
-                scales: own_scales,
-                offsets: own_offsets,
-            }));
-            (codes, scales, offsets) = (rest_codes, rest_scales, rest_offsets);
-        }
-        // 16 rows at least for each thread: decoding a row takes a few microseconds.
-        parallel_for(order.len(), 16, |range| {
-            for index in range {
-                let mut row = rows[index].lock().unwrap_or_else(PoisonError::into_inner);
-                let data = &self.data[order[index] * row_bytes..][..row_bytes];
-                for (at, data) in data.chunks_exact(bytes).enumerate() {
-                    let row = &mut *row;
+        let rows = units_of_job(width);
+        // Symmetric types have no offsets.
+        let offsets = all.offsets.chunks_mut(rows * per_row);
+        let offsets = offsets.chain(std::iter::repeat_with(Default::default));
+        let jobs = order
+            .chunks(rows)
+            .zip(all.codes.chunks_mut(rows * width))
+            .zip(all.scales.chunks_mut(rows * per_row))
+            .zip(offsets);
+        run_jobs(jobs, |(((order, codes), scales), offsets)| {
+            let mut offsets = offsets.chunks_mut(per_block);
+            order
+                .iter()
+                .flat_map(|row| self.data[row * row_bytes..][..row_bytes].chunks_exact(bytes))
+                .zip(codes.chunks_mut(block))
+                .zip(scales.chunks_mut(per_block))
+                .for_each(|((data, codes), scales)| {
                     let mut groups_mut = GroupsMut {
-                        codes: &mut row.codes[at * block..][..block],
-                        scales: &mut row.scales[at * per_block..][..per_block],
-                        offsets: match groups.symmetric {
-                            true => &mut [],
-                            false => &mut row.offsets[at * per_block..][..per_block],
-                        },
+                        codes,
+                        scales,
+                        offsets: offsets.next().unwrap_or_default(),
                     };
                     decode(kind, data, &mut groups_mut);
-                }
-            }
+                });
         });
-        // The mutexes borrow the buffers that are read below.
-        drop(rows);
         let mut scales = all.scales.iter().chain(&all.offsets);
         if scales.any(|scale| !scale.is_finite()) {
             return Err(self.damaged("it has scales that are not finite"));
@@ -351,17 +336,4 @@ fn value(code: u8, groups: GroupOptions) -> f32 {
         (_, true) => f32::from(code.cast_signed()),
         _ => f32::from(code),
     }
-}
-
-/// Calls `fill` with each row of `width` elements, on all threads.
-fn each_row(numbers: &mut [f32], width: usize, fill: impl Fn(usize, &mut [f32]) + Sync) {
-    let rows: Vec<_> = numbers.chunks_mut(width.max(1)).map(Mutex::new).collect();
-    parallel_for(rows.len(), 16, |range| {
-        for row in range {
-            fill(
-                row,
-                &mut rows[row].lock().unwrap_or_else(PoisonError::into_inner),
-            );
-        }
-    });
 }

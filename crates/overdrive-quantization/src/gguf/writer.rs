@@ -3,16 +3,15 @@
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 use overdrive_core::{Error as Common, files};
-use overdrive_sys::threads::parallel_for;
 use tch::{Device, Kind, Tensor};
 use tempfile::NamedTempFile;
 
 use super::encode::{encode, is_writable};
 use super::tensor_type::GgufType;
 use super::value::{GgufArray, GgufValue};
+use crate::codec::{run_jobs, units_of_job};
 use crate::{Error, Result};
 
 /// The alignment of tensors in bytes, the format's default.
@@ -152,8 +151,9 @@ impl GgufWriter {
             );
             return Err(Error::values("elements", wrong.to_string(), expected));
         }
-        let bytes = encoded(info.tensor_type, &numbers, width);
-        self.put(&bytes)?;
+        for part in encoded(info.tensor_type, &numbers, width) {
+            self.put(&part)?;
+        }
         let missing = missing - numbers.len();
         if missing > 0 {
             self.current = Some((info, missing));
@@ -229,27 +229,14 @@ fn check(info: &GgufTensorInfo) -> Result<()> {
     Ok(())
 }
 
-/// Encodes rows of `width` elements on all threads.
-fn encoded(kind: GgufType, numbers: &[f32], width: usize) -> Vec<u8> {
-    /// Enough work for a thread to be worth its start.
-    const ELEMENTS_OF_JOB: usize = 1 << 16;
-    let rows = (ELEMENTS_OF_JOB / width).max(1);
-    let jobs: Vec<_> = numbers
-        .chunks(rows * width)
-        .map(|rows| (rows, Mutex::default()))
-        .collect();
-    parallel_for(jobs.len(), 1, |range| {
-        for (rows, bytes) in &jobs[range] {
-            let mut bytes: std::sync::MutexGuard<'_, Vec<u8>> =
-                bytes.lock().unwrap_or_else(PoisonError::into_inner);
-            rows.chunks(width)
-                .for_each(|row| encode(kind, row, &mut bytes));
-        }
+/// Encodes rows of `width` elements on all threads, to parts that follow one another.
+fn encoded(kind: GgufType, numbers: &[f32], width: usize) -> Vec<Vec<u8>> {
+    let jobs = numbers.chunks(units_of_job(width) * width);
+    let mut parts = vec![Vec::new(); jobs.len()];
+    run_jobs(jobs.zip(&mut parts), |(rows, part)| {
+        rows.chunks(width).for_each(|row| encode(kind, row, part));
     });
-    let bytes = jobs
-        .into_iter()
-        .map(|(_, bytes)| bytes.into_inner().unwrap_or_else(PoisonError::into_inner));
-    bytes.collect::<Vec<_>>().concat()
+    parts
 }
 
 fn string(text: &str, out: &mut Vec<u8>) {
