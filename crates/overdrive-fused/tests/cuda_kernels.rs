@@ -17,7 +17,7 @@ const GPU: Device = Device::Cuda(0);
 
 /// Compares `f` on the GPU in each dtype with `f` in f64 on the CPU: outputs, and the gradients of a fixed combination.
 fn compare(what: &str, inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Vec<Tensor>) {
-    overdrive_gpu::set_enabled(true);
+    let _on = overdrive_gpu::override_enabled(true);
     assert!(overdrive_gpu::kernels(GPU).unwrap().is_some());
     for (kind, tolerance) in KINDS {
         let run = |device, wide: Kind| {

@@ -4,9 +4,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
 
-use overdrive_core::Error as Common;
+use overdrive_core::Switch;
 use parking_lot::Mutex;
 use tch::Device;
 use tracing::info;
@@ -24,7 +23,7 @@ const DRIVER: &str = "libcuda.so.1";
 ///
 /// By default they are used on the architectures for which a report shows that they are correct: compute capability 9.0
 /// (H100, H200). `OVERDRIVE_GPU_KERNELS=1` uses them elsewhere as well; `=0` turns them off. The variable is read once;
-/// [`set_enabled`] overrides it.
+/// [`override_enabled`] overrides it.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if `OVERDRIVE_GPU_KERNELS` has another value,
@@ -43,24 +42,13 @@ pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
 
 /// Returns the user's choice, if there is one.
 pub(crate) fn asked() -> Result<Option<bool>> {
-    match OVERRIDE.load(Ordering::Relaxed) {
-        OFF => Ok(Some(false)),
-        ON => Ok(Some(true)),
-        _ => switch(),
-    }
+    Ok(SWITCH.get()?)
 }
 
-const UNSET: u8 = 0;
-const OFF: u8 = 1;
-const ON: u8 = 2;
-static OVERRIDE: AtomicU8 = AtomicU8::new(UNSET);
-
-/// Turns the kernels on or off for all threads, regardless of `OVERDRIVE_GPU_KERNELS`, to compare both in one process.
-/// The backward pass of a function runs on the same path as its forward pass.
-pub fn set_enabled(enabled: bool) {
-    let value = if enabled { ON } else { OFF };
-    OVERRIDE.store(value, Ordering::Relaxed);
-}
+static SWITCH: Switch = Switch::new(
+    VARIABLE,
+    "0 (libtorch's operators) or 1 (Overdrive's kernels)",
+);
 
 /// Returns the kernels of a device if they were used or requested before, even if they are off now.
 pub fn opened(device: Device) -> Option<&'static Kernels> {
@@ -73,21 +61,21 @@ pub fn opened(device: Device) -> Option<&'static Kernels> {
 
 static GPUS: Gpus = Gpus::new();
 
-/// Turns the kernels on or off, as [`set_enabled`] does, until the returned guard is dropped, which restores the
-/// previous setting.
+/// Turns the kernels on or off for all threads, regardless of `OVERDRIVE_GPU_KERNELS`, until the returned guard is
+/// dropped, which restores the previous setting: to compare both in one process. The backward pass of a function runs on
+/// the same path as its forward pass.
 pub fn override_enabled(enabled: bool) -> EnabledGuard {
-    let value = if enabled { ON } else { OFF };
-    EnabledGuard(OVERRIDE.swap(value, Ordering::Relaxed))
+    EnabledGuard(SWITCH.replace(Some(enabled)))
 }
 
 /// A guard that restores the setting before [`override_enabled`] when it is dropped.
 #[derive(Debug)]
 #[must_use = "the previous setting is restored when the guard is dropped"]
-pub struct EnabledGuard(u8);
+pub struct EnabledGuard(Option<bool>);
 
 impl Drop for EnabledGuard {
     fn drop(&mut self) {
-        OVERRIDE.store(self.0, Ordering::Relaxed);
+        SWITCH.replace(self.0);
     }
 }
 
@@ -185,24 +173,6 @@ fn open(index: usize) -> Result<&'static Kernels> {
     )?)))
 }
 
-/// Returns the setting in `OVERDRIVE_GPU_KERNELS`.
-fn switch() -> Result<Option<bool>> {
-    static READ: OnceLock<std::result::Result<Option<bool>, String>> = OnceLock::new();
-    let read = READ.get_or_init(|| parse(std::env::var_os(VARIABLE).as_deref()));
-    let expected = "0 (libtorch's operators) or 1 (Overdrive's kernels)";
-    read.clone()
-        .map_err(|value| Common::option(VARIABLE, value, expected).into())
-}
-
-fn parse(value: Option<&OsStr>) -> std::result::Result<Option<bool>, String> {
-    match value.map(OsStr::to_string_lossy).as_deref() {
-        None | Some("") => Ok(None),
-        Some("0") => Ok(Some(false)),
-        Some("1") => Ok(Some(true)),
-        Some(other) => Err(other.to_owned()),
-    }
-}
-
 static STAND_IN: OnceLock<&'static Kernels> = OnceLock::new();
 
 /// For tests: makes [`kernels`] serve tensors on the CPU with a library that replaces the CUDA driver and libtorch's
@@ -222,6 +192,7 @@ pub unsafe fn serve_cpu_with(library: &Path) -> Result<&'static Kernels> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 
@@ -229,20 +200,10 @@ mod tests {
     fn an_override_ends_with_its_guard() {
         let outer = override_enabled(true);
         let inner = override_enabled(false);
-        assert_eq!(OVERRIDE.load(Ordering::Relaxed), OFF);
+        assert_eq!(SWITCH.get().unwrap(), Some(false));
         drop(inner);
-        assert_eq!(OVERRIDE.load(Ordering::Relaxed), ON);
+        assert_eq!(SWITCH.get().unwrap(), Some(true));
         drop(outer);
-        assert_eq!(OVERRIDE.load(Ordering::Relaxed), UNSET);
-    }
-
-    #[test]
-    fn the_switch_has_two_values() {
-        let of = |text: &str| parse(Some(OsStr::new(text)));
-        assert_eq!(parse(None), Ok(None));
-        assert_eq!(of(""), Ok(None));
-        assert_eq!(of("0"), Ok(Some(false)));
-        assert_eq!(of("1"), Ok(Some(true)));
-        assert_eq!(of("yes"), Err("yes".to_owned()));
+        assert_eq!(SWITCH.replace(None), None);
     }
 }

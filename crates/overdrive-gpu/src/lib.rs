@@ -93,7 +93,7 @@ mod rotary;
 mod verified;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
-pub use choice::{EnabledGuard, kernels, opened, override_enabled, serve_cpu_with, set_enabled};
+pub use choice::{EnabledGuard, kernels, opened, override_enabled, serve_cpu_with};
 pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback};
 pub use delta_rule::{CausalConv1d, DeltaRule, StatePlan};
 pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};

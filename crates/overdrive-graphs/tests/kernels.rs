@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn kernels_on_a_gpu_are_captured_and_replayed() {
-    overdrive_gpu::set_enabled(true);
+    let _on = overdrive_gpu::override_enabled(true);
     let device = Device::Cuda(0);
     let numbers = (Kind::BFloat16, device);
     let x = Tensor::randn([5, 256], numbers);

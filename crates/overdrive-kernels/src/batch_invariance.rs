@@ -1,13 +1,13 @@
 //! A switch that makes the result of a row independent of the other rows, bit for bit.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::Once;
 
-const UNSET: u8 = 0;
-const OFF: u8 = 1;
-const ON: u8 = 2;
+use overdrive_core::Switch;
 
-static STATE: AtomicU8 = AtomicU8::new(UNSET);
+static SWITCH: Switch = Switch::new(
+    "OVERDRIVE_BATCH_INVARIANT",
+    "0 (off) or 1 (rows do not depend on one another)",
+);
 
 /// Sets whether the CPU kernels of this process compute each row (a token of a sequence) bit for bit as they would
 /// compute it alone, for any number of rows (as vLLM's `VLLM_BATCH_INVARIANT`).
@@ -26,16 +26,17 @@ static STATE: AtomicU8 = AtomicU8::new(UNSET);
 ///
 /// [`Activations::Float`]: https://docs.rs/overdrive-quantization
 pub fn set_batch_invariant(on: bool) {
-    STATE.store(if on { ON } else { OFF }, Ordering::Relaxed);
+    SWITCH.replace(Some(on));
 }
 
 /// Returns `true` if the result of a row must not depend on the other rows ([`set_batch_invariant`]).
+///
+/// A variable that is neither 0 nor 1 is reported once and does not turn it on.
 pub fn is_batch_invariant() -> bool {
-    static VARIABLE: OnceLock<bool> = OnceLock::new();
-    match STATE.load(Ordering::Relaxed) {
-        UNSET => *VARIABLE.get_or_init(|| {
-            std::env::var("OVERDRIVE_BATCH_INVARIANT").is_ok_and(|value| value == "1")
-        }),
-        state => state == ON,
-    }
+    static REPORT: Once = Once::new();
+    let setting = SWITCH.get().unwrap_or_else(|error| {
+        REPORT.call_once(|| tracing::warn!("{error}; it is off"));
+        None
+    });
+    setting.unwrap_or(false)
 }

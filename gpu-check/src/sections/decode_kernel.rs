@@ -21,7 +21,7 @@ const BLOCK: usize = 16;
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     // On a CPU there are none: the same checks run what the kernel replaces.
-    overdrive_gpu::set_enabled(true);
+    let _on = overdrive_gpu::override_enabled(true);
     let device = context.device();
     context.check("the kernels for this GPU", || {
         Ok(match overdrive_gpu::kernels(device)? {

@@ -28,7 +28,7 @@ const LINEAR_ATTENTION: [&str; 2] = ["causal_conv1d", "delta_rule"];
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     // On a CPU there are none: the same checks run what the kernels replace.
-    overdrive_gpu::set_enabled(true);
+    let _on = overdrive_gpu::override_enabled(true);
     let device = context.device();
     context.check("every image for this GPU is loaded", || {
         Ok(match overdrive_gpu::kernels(device)? {
