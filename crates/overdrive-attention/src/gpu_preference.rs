@@ -15,8 +15,8 @@ use crate::call::{Call, Sizes};
 /// run. A program with more shapes has no fixed shapes, such as batches that are padded to their longest sequence.
 const MOST_SHAPES: usize = 16;
 
-/// The version above which cuDNN is correct for lengths that are not multiples of 128; libtorch also requires it.
-const LEAST_CUDNN: i64 = 91_500;
+/// The last version of cuDNN that is wrong for lengths that are not multiples of 128; libtorch also requires a later one.
+const LAST_WRONG_CUDNN: i64 = 91_500;
 
 /// The properties of a GPU that the preference depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,8 +24,6 @@ pub(crate) struct Gpu {
     pub(crate) capability: Option<(u32, u32)>,
     /// cuDNN's version, such as 91900 for 9.19; 0 without cuDNN.
     pub(crate) cudnn_version: i64,
-    /// If `true`, the user prefers flash (`TORCH_CUDNN_SDPA_DEPRIORITIZED=1`, libtorch's own variable).
-    pub(crate) deprioritized: bool,
 }
 
 /// The sizes and dtype that cuDNN builds a plan for.
@@ -55,11 +53,9 @@ impl Shapes {
 }
 
 /// Returns `true` if cuDNN's attention comes before flash for a call of this shape.
-pub(crate) fn prefers_cudnn(gpu: Gpu, shape: &Shape, is_training: bool, known: &Shapes) -> bool {
-    is_training
-        && matches!(gpu.capability, Some((9 | 10, _)))
-        && gpu.cudnn_version > LEAST_CUDNN
-        && !gpu.deprioritized
+pub(crate) fn prefers_cudnn(gpu: Gpu, shape: &Shape, known: &Shapes) -> bool {
+    matches!(gpu.capability, Some((9 | 10, _)))
+        && gpu.cudnn_version > LAST_WRONG_CUDNN
         && matches!(shape.kind, Kind::Half | Kind::BFloat16)
         && known.admit(shape)
 }
@@ -72,11 +68,19 @@ pub(crate) fn of(call: &Call<'_>) -> bool {
         return false;
     };
     // Looked up for each layer of each step.
-    if !call.needs_grad || call.is_packed {
+    if !call.needs_grad || call.is_packed || is_deprioritized() {
         return false;
     }
     let known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    prefers_cudnn(gpu(index), &shape(call), true, &known)
+    prefers_cudnn(gpu(index), &shape(call), &known)
+}
+
+/// Returns `true` if the user prefers flash, by libtorch's own variable.
+fn is_deprioritized() -> bool {
+    static VARIABLE: OnceLock<bool> = OnceLock::new();
+    *VARIABLE.get_or_init(|| {
+        std::env::var("TORCH_CUDNN_SDPA_DEPRIORITIZED").is_ok_and(|value| value == "1")
+    })
 }
 
 /// Records that cuDNN runs the call and then has a plan for its shape.
@@ -96,17 +100,13 @@ fn shape(call: &Call<'_>) -> Shape {
 
 fn gpu(index: usize) -> Gpu {
     static GPUS: Mutex<Vec<(usize, Gpu)>> = Mutex::new(Vec::new());
-    static DEPRIORITIZED: OnceLock<bool> = OnceLock::new();
     let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((_, gpu)) = gpus.iter().find(|(other, _)| *other == index) {
         return *gpu;
     }
-    let variable = "TORCH_CUDNN_SDPA_DEPRIORITIZED";
     let gpu = Gpu {
         capability: overdrive_sys::cuda::compute_capability(index).ok(),
         cudnn_version: overdrive_sys::cuda::cudnn_version().unwrap_or(0),
-        deprioritized: *DEPRIORITIZED
-            .get_or_init(|| std::env::var(variable).is_ok_and(|value| value == "1")),
     };
     gpus.push((index, gpu));
     gpu
@@ -119,7 +119,6 @@ mod tests {
     const HOPPER: Gpu = Gpu {
         capability: Some((9, 0)),
         cudnn_version: 91_900,
-        deprioritized: false,
     };
 
     fn shape(queries: i64) -> Shape {
@@ -155,25 +154,19 @@ mod tests {
             (Some((10, 3)), true),
             (Some((12, 0)), false),
         ] {
-            let found = prefers_cudnn(with(capability), &shape(1024), true, &known);
+            let found = prefers_cudnn(with(capability), &shape(1024), &known);
             assert_eq!(found, expected, "{capability:?}");
         }
-        assert!(!prefers_cudnn(HOPPER, &shape(1024), false, &known));
         let old = Gpu {
             cudnn_version: 91_500,
             ..HOPPER
         };
-        assert!(!prefers_cudnn(old, &shape(1024), true, &known));
-        let unwanted = Gpu {
-            deprioritized: true,
-            ..HOPPER
-        };
-        assert!(!prefers_cudnn(unwanted, &shape(1024), true, &known));
+        assert!(!prefers_cudnn(old, &shape(1024), &known));
         let wide = Shape {
             kind: Kind::Float,
             ..shape(1024)
         };
-        assert!(!prefers_cudnn(HOPPER, &wide, true, &known));
+        assert!(!prefers_cudnn(HOPPER, &wide, &known));
     }
 
     #[test]
@@ -181,12 +174,12 @@ mod tests {
         let mut known = Shapes::default();
         for length in 0..40 {
             let shape = shape(64 * (length + 1));
-            if prefers_cudnn(HOPPER, &shape, true, &known) {
+            if prefers_cudnn(HOPPER, &shape, &known) {
                 known.add(shape);
             }
         }
         assert_eq!(known.0.len(), MOST_SHAPES);
-        assert!(prefers_cudnn(HOPPER, &shape(64), true, &known));
-        assert!(!prefers_cudnn(HOPPER, &shape(64 * 40), true, &known));
+        assert!(prefers_cudnn(HOPPER, &shape(64), &known));
+        assert!(!prefers_cudnn(HOPPER, &shape(64 * 40), &known));
     }
 }
