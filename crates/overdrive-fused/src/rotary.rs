@@ -1,4 +1,5 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_core::Error as Common;
 use overdrive_kernels::Element;
 use tch::{Kind, Tensor};
 
@@ -54,6 +55,10 @@ impl QkvShape {
     /// Returns the number of columns of the joint projection: `(H + 2·Hkv)·D`.
     pub fn width(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    fn is_positive(&self) -> bool {
+        self.heads > 0 && self.kv_heads > 0 && self.head_dim > 0
     }
 }
 
@@ -154,8 +159,7 @@ pub fn split_qkv_rotary(
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let size = qkv.size();
     let counts = [shape.heads, shape.kv_heads, shape.kv_heads];
-    let positive = shape.heads > 0 && shape.kv_heads > 0 && shape.head_dim > 0;
-    if !positive || size.len() != 3 || size[2] != shape.width() {
+    if !shape.is_positive() || size.len() != 3 || size[2] != shape.width() {
         return Err(wrong_shape(
             "split_qkv_rotary",
             "qkv",
@@ -449,20 +453,26 @@ pub struct RowAngles {
     tables: Tables,
     narrow: (Tensor, Tensor),
     size: [i64; 2],
+    shape: QkvShape,
 }
 
 impl RowAngles {
-    /// Prepares the tables of [`split_qkv_rotary`] for `[B, T]` tokens and heads of `head_dim` channels.
+    /// Prepares the tables of [`split_qkv_rotary`] for the joint projection `shape` of `[B, T]` tokens.
     ///
     /// # Errors
     /// As [`split_qkv_rotary`].
-    pub fn new(cos: &Tensor, sin: &Tensor, size: [i64; 2], head_dim: i64) -> Result<RowAngles> {
-        let heads = [size[0], size[1], 1, head_dim];
+    pub fn new(cos: &Tensor, sin: &Tensor, size: [i64; 2], shape: QkvShape) -> Result<RowAngles> {
+        if !shape.is_positive() {
+            let expected = "positive numbers of heads and channels";
+            return Err(Common::option("shape", format!("{shape:?}"), expected).into());
+        }
+        let heads = [size[0], size[1], 1, shape.head_dim];
         let tables = Tables::new("split_qkv_rotary", cos, sin, &heads, Convention::HalfSplit)?;
         Ok(RowAngles {
             narrow: tables.narrow()?,
             tables,
             size,
+            shape,
         })
     }
 
@@ -475,8 +485,8 @@ impl RowAngles {
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for rows of another length.
-    pub fn rotate(&self, rows: &mut [f32], shape: QkvShape) -> Result<()> {
-        let [batch, length] = self.size;
+    pub fn rotate(&self, rows: &mut [f32]) -> Result<()> {
+        let ([batch, length], shape) = (self.size, self.shape);
         check_len("rows", rows, batch * length * shape.width())?;
         let angles = self.tables.angles(&self.narrow, length as usize, false)?;
         let heads = (shape.heads + shape.kv_heads) as usize;

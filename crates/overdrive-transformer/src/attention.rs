@@ -97,16 +97,21 @@ impl RotaryAttention {
             o,
             norms: norms.transpose()?,
             norms_all_heads: config.family.is_olmo(),
-            shape: QkvShape {
-                heads: config.num_attention_heads,
-                kv_heads: config.kv_heads(),
-                head_dim: config.head_dim(),
-            },
+            shape: Self::shape_of(config),
             scale: config.attention_scale(),
             softcap: config.attention_softcap(),
             sinks,
             gated: config.gates_attention(),
         })
+    }
+
+    /// Returns the heads of every layer of a model.
+    pub(crate) fn shape_of(config: &LlamaConfig) -> QkvShape {
+        QkvShape {
+            heads: config.num_attention_heads,
+            kv_heads: config.kv_heads(),
+            head_dim: config.head_dim(),
+        }
     }
 
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
@@ -178,7 +183,7 @@ impl RotaryAttention {
                 }
             }
         }
-        angles.rotate(joint, self.shape)?;
+        angles.rotate(joint)?;
         if let Some(scale) = &step.rotation.query_scale {
             let scale = scale.f_contiguous()?;
             let scale = rows::elements(&scale)?;

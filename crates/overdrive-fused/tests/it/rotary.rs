@@ -1,6 +1,7 @@
 //! Rotary positions against complex products in f64.
 
 use crate::common::{KINDS, assert_close, compare, run, values};
+use overdrive_fused::rows::RowAngles;
 use overdrive_fused::{Convention, Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
 use proptest::prelude::*;
 use tch::{Kind, Tensor};
@@ -207,4 +208,39 @@ fn shapes_that_do_not_fit_are_refused_with_what_was_expected() {
         error.unwrap_err().to_string(),
         "`q of rotary` has shape [2, 3, 4]; it must be four dimensions: batch, heads, length and head size"
     );
+}
+
+#[test]
+fn rows_are_rotated_as_tensors_are_and_their_shape_is_checked() {
+    let shape = QkvShape {
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 6,
+    };
+    let qkv = values(&[2, 3, shape.width()], 1).to_kind(Kind::Float);
+    let angles = values(&[3, 2], 2).to_kind(Kind::Float);
+    let (cos, sin) = (angles.cos(), angles.sin());
+    let rotation = RowAngles::new(&cos, &sin, [2, 3], shape).unwrap();
+    let mut rows: Vec<f32> = Vec::try_from(qkv.flatten(0, 2)).unwrap();
+    assert!(rotation.rotate(&mut rows[1..]).is_err());
+    rotation.rotate(&mut rows).unwrap();
+    let options = RotaryOptions {
+        layout: Layout::Bthd,
+        ..RotaryOptions::default()
+    };
+    let (q, k, v) = split_qkv_rotary(&qkv, &cos, &sin, shape, &options).unwrap();
+    let expected = Tensor::cat(&[q, k, v], 2).flatten(2, 3);
+    assert_eq!(Tensor::from_slice(&rows).view_as(&expected), expected);
+    // Two pairs are more than a head of three channels has.
+    for (heads, head_dim) in [(4, 3), (4, 0), (0, 6), (-1, 6)] {
+        let wrong = QkvShape {
+            heads,
+            head_dim,
+            ..shape
+        };
+        assert!(
+            RowAngles::new(&cos, &sin, [2, 3], wrong).is_err(),
+            "{wrong:?}"
+        );
+    }
 }

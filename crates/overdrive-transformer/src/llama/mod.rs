@@ -3,6 +3,7 @@ use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_fused::Convention;
+use overdrive_fused::QkvShape;
 use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
@@ -58,7 +59,7 @@ pub(crate) struct Llama {
     dropout: f64,
     residual_dropout: f64,
     embedding_dropout: f64,
-    head_dim: i64,
+    shape: QkvShape,
     /// If `true`, decoding steps may be computed on slices.
     has_rows: bool,
     /// The buffers of decoding steps. The model's tensors are not `Sync`, so only one thread at a time uses them.
@@ -187,7 +188,7 @@ impl Llama {
                 LlamaFamily::Phi => config.embd_pdrop,
                 _ => 0.0,
             },
-            head_dim: config.head_dim(),
+            shape: RotaryAttention::shape_of(config),
             has_rows: config.mla.is_none()
                 && config.per_layer.is_none()
                 && !config.family.is_hybrid(),
@@ -287,9 +288,8 @@ impl Llama {
     ) -> Result<Stream> {
         let size = x.size();
         let tokens = [size[0], size[1]];
-        let angles = |rotation: &Rotation| {
-            RowAngles::new(&rotation.cos, &rotation.sin, tokens, self.head_dim)
-        };
+        let angles =
+            |rotation: &Rotation| RowAngles::new(&rotation.cos, &rotation.sin, tokens, self.shape);
         let full = angles(&context.rotation)?;
         let second = context.second_rotation.as_ref().map(angles).transpose()?;
         let mut buffers = self.buffers.borrow_mut();
