@@ -4,7 +4,7 @@ use tch::Tensor;
 use crate::blockwise::{Blockwise, blockwise};
 use crate::call::Call;
 use crate::cuda_flash::{CudaFlash, cuda_flash};
-use crate::kernel::{Dropout, Sequence};
+use crate::kernel::{Dropout, Limits, Sequence, usize_of};
 use crate::math::math;
 use crate::selection::select;
 use crate::{Alignment, AttentionOptions, Backend, Result, gpu_preference, libtorch};
@@ -79,9 +79,8 @@ pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
 
 /// Returns one sequence for each row of the batch, with all its keys or the first `lengths` keys.
 pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec<Sequence> {
-    let size = |size: i64| usize::try_from(size).unwrap_or(0);
-    let (queries, keys) = (size(call.sizes.queries), size(call.sizes.keys));
-    (0..size(call.sizes.batch))
+    let (queries, keys) = (usize_of(call.sizes.queries), usize_of(call.sizes.keys));
+    (0..usize_of(call.sizes.batch))
         .map(|batch| Sequence {
             batch,
             query_start: 0,
@@ -94,7 +93,7 @@ pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec
 
 /// Returns the CPU kernel.
 pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Tensor, Tensor)> {
-    let function = function(call.options, call.scale, (call.left, call.right), sequences)?;
+    let function = function(call.options, call.scale, call.limits, sequences)?;
     let (output, lse) = blockwise(
         function,
         &call.query,
@@ -110,7 +109,7 @@ pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Te
 pub(crate) fn function(
     options: &AttentionOptions<'_>,
     scale: f64,
-    (left, right): (Option<usize>, Option<usize>),
+    limits: Limits,
     sequences: Vec<Sequence>,
 ) -> Result<Blockwise> {
     let dropout = match options.dropout_p {
@@ -128,14 +127,8 @@ pub(crate) fn function(
         sequences,
         scale,
         softcap: options.softcap,
-        left,
-        right,
+        limits,
         bottom_right: options.alignment == Alignment::BottomRight,
-        sink_tokens: if left.is_some() {
-            options.sink_tokens
-        } else {
-            0
-        },
         slopes: match options.alibi_slopes {
             Some(slopes) => Some(slopes.f_contiguous()?),
             None => None,
@@ -160,8 +153,8 @@ fn on_cuda(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
         longest: (call.sizes.queries, call.sizes.keys),
         dropout_p: call.options.dropout_p,
         scale: call.scale,
-        left: call.left,
-        right: call.right,
+        left: call.limits.left,
+        right: call.limits.right,
         has_sinks: false,
     };
     let by_length = |tensor: &Tensor| tensor.f_transpose(1, 2);

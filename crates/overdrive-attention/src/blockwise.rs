@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use crate::kernel::{
     self, AttentionInputs, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout,
-    ForwardOutputs, Rules, Sequence, Slopes, Stored, View, ViewMut,
+    ForwardOutputs, Limits, Rules, Sequence, Slopes, Stored, View, ViewMut, usize_of,
 };
 use crate::{Error, Result};
 
@@ -20,15 +20,14 @@ pub(crate) struct Blockwise {
     pub(crate) sequences: Vec<Sequence>,
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    pub(crate) left: Option<usize>,
-    pub(crate) right: Option<usize>,
+    pub(crate) limits: Limits,
     pub(crate) bottom_right: bool,
-    pub(crate) sink_tokens: usize,
     /// The slopes of ALiBi, (H) or (sequences, H).
     pub(crate) slopes: Option<Tensor>,
     pub(crate) dropout: Option<Dropout>,
-    /// If `true`, the third-to-last input is a bias, and the last input the sinks.
+    /// If `true`, the fourth input is a bias.
     pub(crate) has_bias: bool,
+    /// If `true`, the last input is the sinks.
     pub(crate) has_sinks: bool,
 }
 
@@ -242,10 +241,8 @@ impl Arguments {
             rules: Rules {
                 scale: function.scale,
                 softcap: function.softcap,
-                left: function.left,
-                right: function.right,
+                limits: function.limits,
                 bottom_right: function.bottom_right,
-                sink_tokens: function.sink_tokens,
                 slopes,
                 sinks: self.sinks.as_ref().map(Strided::elements).transpose()?,
                 bias,
@@ -358,10 +355,6 @@ fn sizes(tensor: &Tensor) -> [i64; 4] {
     sizes
 }
 
-fn usize_of(size: i64) -> usize {
-    usize::try_from(size).unwrap_or(0)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
@@ -369,7 +362,7 @@ mod tests {
     use tch::{Device, Kind, Tensor};
 
     use super::{Blockwise, blockwise};
-    use crate::kernel::Sequence;
+    use crate::kernel::{Limits, Sequence};
     use overdrive_kernels::InstructionSet;
     use overdrive_sys::denormals::take_subnormal_operands;
 
@@ -397,10 +390,12 @@ mod tests {
             }],
             scale: 0.4,
             softcap: Some(3.0),
-            left: Some(90),
-            right: Some(0),
+            limits: Limits {
+                left: Some(90),
+                right: Some(0),
+                sink_tokens: 2,
+            },
             bottom_right: true,
-            sink_tokens: 2,
             slopes: Some(Tensor::from_slice(&[0.1_f32, 0.2, 0.0, 0.3])),
             dropout: Some(crate::kernel::Dropout {
                 probability: 0.2,
@@ -471,10 +466,8 @@ mod tests {
                     }],
                     scale,
                     softcap: None,
-                    left: None,
-                    right: None,
+                    limits: Limits::default(),
                     bottom_right: true,
-                    sink_tokens: 0,
                     slopes: None,
                     dropout: None,
                     has_bias: false,

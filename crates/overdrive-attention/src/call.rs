@@ -5,6 +5,7 @@ use overdrive_sys::autocast;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::other_device;
+use crate::kernel::{Limits, as_limit};
 use crate::{Alignment, AttentionOptions, Error, Layout, PackedLengths, Result};
 
 /// Returns the slopes (H) of one sequence of a batch, from slopes (H) or (sequences, H).
@@ -41,11 +42,8 @@ pub(crate) struct Call<'a> {
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) scale: f64,
-    /// The window, if it hides anything; causality is `right = 0`.
-    pub(crate) left: Option<usize>,
-    pub(crate) right: Option<usize>,
-    /// The number of sink tokens, if a window would hide them.
-    pub(crate) sink_tokens: usize,
+    /// The limits that hide anything.
+    pub(crate) limits: Limits,
     /// If `true`, the caller wants the log-sum-exp.
     pub(crate) with_lse: bool,
     /// If `true`, a gradient may be needed.
@@ -82,13 +80,7 @@ impl<'a> Call<'a> {
             .mask
             .map(|mask| four_dimensional(mask, &call.query, &call.sizes))
             .transpose()?;
-        (call.left, call.right) = limits(options, call.sizes.queries, call.sizes.keys);
-        // Without a left limit nothing hides the first tokens, so back ends without sink tokens can run.
-        call.sink_tokens = if call.left.is_some() {
-            options.sink_tokens
-        } else {
-            0
-        };
+        call.limits = limits(options, call.sizes.queries, call.sizes.keys);
         Ok(call)
     }
 
@@ -125,12 +117,7 @@ impl<'a> Call<'a> {
         let sequences = lengths.sequences().len() as i64;
         check_options(options, call.device, call.sizes.heads, sequences)?;
         // Not resolved against the totals of the pack, because each sequence has its own limits.
-        (call.left, call.right) = unresolved_limits(options);
-        call.sink_tokens = if call.left.is_some() {
-            options.sink_tokens
-        } else {
-            0
-        };
+        call.limits = unresolved_limits(options);
         call.is_square = lengths.is_square();
         call.is_packed = true;
         Ok(call)
@@ -163,9 +150,7 @@ impl<'a> Call<'a> {
             mask: None,
             sizes,
             scale: scale(options, sizes.key_dim)?,
-            left: None,
-            right: None,
-            sink_tokens: 0,
+            limits: Limits::default(),
             with_lse,
             needs_grad,
             is_square: sizes.queries == sizes.keys,
@@ -175,12 +160,12 @@ impl<'a> Call<'a> {
 
     /// Returns `true` if queries see every key except those after their own.
     pub(crate) fn is_causal(&self) -> bool {
-        self.left.is_none() && self.right == Some(0)
+        self.limits.left.is_none() && self.limits.right == Some(0)
     }
 
     /// Returns `true` if causality and window hide nothing.
     pub(crate) fn sees_all(&self) -> bool {
-        self.left.is_none() && self.right.is_none()
+        self.limits.left.is_none() && self.limits.right.is_none()
     }
 
     /// Returns the position of query 0 among the keys.
@@ -223,36 +208,39 @@ pub(crate) fn scale(options: &AttentionOptions<'_>, key_dim: i64) -> Result<f64>
     }
 }
 
-/// Returns the left and right limits of the options, for sequences of several lengths.
-pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> (Option<usize>, Option<usize>) {
-    let right = if options.causal {
-        Some(0)
-    } else {
-        options.window.right
-    };
-    (options.window.left, right)
+/// Returns the limits of the options, for sequences of several lengths.
+pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> Limits {
+    with_sinks(
+        options,
+        options.window.left,
+        match options.causal {
+            true => Some(0),
+            false => options.window.right,
+        },
+    )
 }
 
-/// Returns the left and right limits; `None` if a limit hides nothing from any query.
-pub(crate) fn limits(
-    options: &AttentionOptions<'_>,
-    queries: i64,
-    keys: i64,
-) -> (Option<usize>, Option<usize>) {
+/// Returns the limits without those that hide nothing from any query.
+pub(crate) fn limits(options: &AttentionOptions<'_>, queries: i64, keys: i64) -> Limits {
     let offset = match options.alignment {
         Alignment::BottomRight => keys - queries,
         Alignment::TopLeft => 0,
     };
-    let wide = |limit: usize| {
-        i64::try_from(limit)
-            .unwrap_or(i64::MAX / 4)
-            .min(i64::MAX / 4)
-    };
-    let (left, right) = unresolved_limits(options);
-    (
-        left.filter(|left| offset + queries - 1 > wide(*left)),
-        right.filter(|right| offset + wide(*right) < keys - 1),
+    let Limits { left, right, .. } = unresolved_limits(options);
+    with_sinks(
+        options,
+        left.filter(|left| offset + queries - 1 > as_limit(*left)),
+        right.filter(|right| offset + as_limit(*right) < keys - 1),
     )
+}
+
+fn with_sinks(options: &AttentionOptions<'_>, left: Option<usize>, right: Option<usize>) -> Limits {
+    Limits {
+        left,
+        right,
+        // Without a left limit nothing hides the first tokens, so back ends without sink tokens can run.
+        sink_tokens: left.map_or(0, |_| options.sink_tokens),
+    }
 }
 
 /// Checks the options that depend on no sizes other than the numbers of heads and batches.

@@ -3,9 +3,9 @@ use overdrive_core::Error as Common;
 use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
-use crate::attention::{dense_sequences, function, run};
-use crate::blockwise::blockwise;
+use crate::attention::{dense_sequences, in_blocks, run};
 use crate::call::{Call, slopes_of, unresolved_limits};
+use crate::kernel::usize_of;
 use crate::paged_packed::takes_packs;
 use crate::selection::select;
 use crate::{
@@ -62,9 +62,8 @@ pub fn attention_decode(
         let (output, lse) = run(&call)?;
         return Ok((call.in_layout(output)?, lse));
     };
-    let size = |size: i64| usize::try_from(size).unwrap_or(0);
-    let most = size(call.sizes.keys);
-    if lengths.len() != size(call.sizes.batch) || lengths.iter().any(|length| *length > most) {
+    let most = usize_of(call.sizes.keys);
+    if lengths.len() != usize_of(call.sizes.batch) || lengths.iter().any(|length| *length > most) {
         return Err(Error::Common(Common::option(
             "lengths",
             format!("{lengths:?} for keys of shape {:?}", keys.size()),
@@ -74,13 +73,9 @@ pub fn attention_decode(
     let (output, lse) = match select(&call)? {
         Backend::Blockwise if !takes_packs(call.device) => {
             // The limits for all keys differ from those for some keys.
-            (call.left, call.right) = unresolved_limits(options);
+            call.limits = unresolved_limits(options);
             let sequences = dense_sequences(&call, Some(lengths));
-            let function = function(options, call.scale, (call.left, call.right), sequences)?;
-            let mask = call.mask.as_ref();
-            let (query, key, value) = (&call.query, &call.key, &call.value);
-            let (output, lse) = blockwise(function, query, key, value, mask, options.sinks)?;
-            (output.f_transpose(1, 2)?, lse)
+            in_blocks(&call, sequences)?
         }
         _ => match at_host_lengths(&call, lengths)? {
             Some(results) => results,

@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use crate::call::{shape_error, unresolved_limits};
 use crate::gpu;
-use crate::paged_packed::{limits, run, takes_packs};
+use crate::paged_packed::{flash_limits, run, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Result};
 
 /// The number of keys in each row of a cache, on its device, for captured steps, which depend on no host values.
@@ -91,7 +91,7 @@ pub fn attention_at_lengths(
     }
     let kind = query.f_kind()?;
     let dim = query.size().last().copied().unwrap_or(0);
-    let (left, right) = unresolved_limits(options);
+    let limits = unresolved_limits(options);
     let able = takes_packs(query.device())
         && matches!(options.backend, Backend::Auto | Backend::Flash)
         && matches!(kind, Kind::Half | Kind::BFloat16)
@@ -103,7 +103,7 @@ pub fn attention_at_lengths(
         && options.alibi_slopes.is_none()
         && options.dropout_p == 0.0
         && options.alignment == Alignment::BottomRight
-        && (options.sink_tokens == 0 || left.is_none());
+        && limits.sink_tokens == 0;
     if !able {
         return Ok(None);
     }
@@ -157,7 +157,7 @@ pub fn attention_at_lengths(
     };
     let (flat_keys, flat_values) = (flat(keys)?, flat(values)?);
     let scale = crate::call::scale(options, dim)?;
-    let [left, right] = limits(left, right, queries == 1);
+    let [left, right] = flash_limits(limits, queries == 1);
     let arguments = [
         Value::Tensor(&one),
         Value::Tensor(&flat_keys),

@@ -5,6 +5,7 @@ use overdrive_gpu::{Decode, DecodeLayout, Kernels, MOST_QUERIES, kernels, report
 use tch::{Device, Tensor};
 
 use crate::call::unresolved_limits;
+use crate::kernel::Limits;
 use crate::paged::PagedCall;
 use crate::{Alignment, AttentionOptions, Backend, Result};
 
@@ -103,7 +104,7 @@ fn kernels_for(device: Device, options: &AttentionOptions<'_>) -> Result<Option<
         report_fallback(OPERATION, "the kernel does not support ALiBi");
         return Ok(None);
     }
-    if options.sink_tokens > 0 && options.window.left.is_some() {
+    if unresolved_limits(options).sink_tokens > 0 {
         report_fallback(
             OPERATION,
             "the kernel does not support sink tokens under a window",
@@ -120,7 +121,7 @@ fn run(
     options: &AttentionOptions<'_>,
     scale: f64,
 ) -> Result<Option<(Tensor, Tensor)>> {
-    let (left, right) = unresolved_limits(options);
+    let Limits { left, right, .. } = unresolved_limits(options);
     Ok(kernels.decode(&Decode {
         query,
         keys,

@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::blockwise::accumulator;
 use crate::call::Call;
+use crate::kernel::{Limits, as_limit};
 use crate::{Error, Result};
 
 /// Returns the output (B, H, T, Dv) and log-sum-exp (B, H, T). Half precisions are computed in f32.
@@ -72,19 +73,18 @@ fn adjusted(call: &Call<'_>, mut scores: Tensor) -> Result<Tensor> {
         Some(mask) => scores = scores.f_add(&mask.f_to_kind(scores.kind())?)?,
         None => {}
     }
-    // A quarter of the range, so that a position plus a limit cannot overflow.
-    let limit = |limit: usize| {
-        i64::try_from(limit)
-            .unwrap_or(i64::MAX / 4)
-            .min(i64::MAX / 4)
-    };
-    if let Some(right) = call.right {
-        let hidden = keys.f_gt_tensor(&queries.f_add_scalar(limit(right))?)?;
+    let Limits {
+        left,
+        right,
+        sink_tokens,
+    } = call.limits;
+    if let Some(right) = right {
+        let hidden = keys.f_gt_tensor(&queries.f_add_scalar(as_limit(right))?)?;
         scores = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
     }
-    if let Some(left) = call.left {
-        let mut hidden = keys.f_lt_tensor(&queries.f_sub_scalar(limit(left))?)?;
-        hidden = hidden.f_logical_and(&keys.f_ge(limit(call.sink_tokens))?)?;
+    if let Some(left) = left {
+        let mut hidden = keys.f_lt_tensor(&queries.f_sub_scalar(as_limit(left))?)?;
+        hidden = hidden.f_logical_and(&keys.f_ge(as_limit(sink_tokens))?)?;
         scores = scores.f_masked_fill(&hidden, f64::NEG_INFINITY)?;
     }
     Ok(scores)

@@ -13,7 +13,7 @@ use crate::call::{check_options, scale, shape_error, slopes_of, unresolved_limit
 use crate::error::other_device;
 use crate::gpu;
 use crate::kernel::{
-    self, AttentionInputs, ForwardOutputs, Pages, Rules, Sequence, Slopes, View, ViewMut,
+    self, AttentionInputs, ForwardOutputs, Pages, Rules, Sequence, Slopes, View, ViewMut, usize_of,
 };
 use crate::paged_blocks::{PagedBlocks, check_blocks};
 use crate::paged_packed::{packed, packed_kernel, takes_packs};
@@ -191,7 +191,6 @@ fn in_place<E: Accumulate>(
         Ok(tensor.map(flat).transpose()?)
     };
     let (slopes, sinks) = (numbers(options.alibi_slopes)?, numbers(options.sinks)?);
-    let (left, right) = unresolved_limits(options);
     let problem = AttentionInputs::<E> {
         set: InstructionSet::best(),
         sequences: call.sequences(),
@@ -209,15 +208,9 @@ fn in_place<E: Accumulate>(
         rules: Rules {
             scale: call.scale,
             softcap: options.softcap,
-            left,
-            right,
+            limits: unresolved_limits(options),
             // New tokens are at the end of their keys; `refuse` has excluded other alignments.
             bottom_right: true,
-            sink_tokens: if left.is_some() {
-                options.sink_tokens
-            } else {
-                0
-            },
             slopes: match (&slopes, options.alibi_slopes) {
                 (Some(flat), Some(slopes)) => Some(Slopes {
                     data: flat.elements()?,
@@ -390,8 +383,4 @@ fn sizes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Sizes> {
         key_dim: q[2],
         value_dim: v[3],
     })
-}
-
-fn usize_of(size: i64) -> usize {
-    usize::try_from(size).unwrap_or(0)
 }

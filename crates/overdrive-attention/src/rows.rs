@@ -108,7 +108,6 @@ pub fn attend(
         Ok(Strided::rows(&sinks.f_contiguous()?)?)
     });
     let sinks = sinks.transpose()?;
-    let (left, right) = unresolved_limits(options);
     let inputs = AttentionInputs {
         set: InstructionSet::best(),
         sequences: (0..shape.batch)
@@ -131,14 +130,8 @@ pub fn attend(
         rules: Rules {
             scale,
             softcap: options.softcap,
-            left,
-            right,
+            limits: unresolved_limits(options),
             bottom_right: options.alignment == crate::Alignment::BottomRight,
-            sink_tokens: if left.is_some() {
-                options.sink_tokens
-            } else {
-                0
-            },
             slopes: None,
             sinks: sinks.as_ref().map(Strided::elements).transpose()?,
             bias: None,

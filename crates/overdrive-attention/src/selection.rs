@@ -249,7 +249,7 @@ fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.options.softcap.is_some() {
         reasons.push("it has no softcap".to_owned());
     }
-    if call.sink_tokens > 0 {
+    if call.limits.sink_tokens > 0 {
         reasons.push("it has no sink tokens under a window".to_owned());
     }
     if seeded(call) {

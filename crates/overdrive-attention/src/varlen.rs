@@ -253,9 +253,8 @@ pub fn attention_varlen_with_lse(
 fn run(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)> {
     let (output, lse) = match select(call)? {
         Backend::Blockwise => {
-            let limits = (call.left, call.right);
             let sequences = lengths.sequences().to_vec();
-            let function = function(call.options, call.scale, limits, sequences)?;
+            let function = function(call.options, call.scale, call.limits, sequences)?;
             let sinks = call.options.sinks;
             // Output (1, total_q, H, D_v).
             blockwise(function, &call.query, &call.key, &call.value, None, sinks)?
@@ -275,8 +274,8 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
         longest: (lengths.longest_q, lengths.longest_k),
         dropout_p: call.options.dropout_p,
         scale: call.scale,
-        left: call.left,
-        right: call.right,
+        left: call.limits.left,
+        right: call.limits.right,
         has_sinks: false,
     };
     let rows = |tensor: &Tensor| tensor.f_squeeze_dim(0)?.f_transpose(0, 1);

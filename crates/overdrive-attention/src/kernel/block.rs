@@ -140,7 +140,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         let (start, _) = visible(rules, &self.sequence, self.query_and_head(0).0);
         let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
         // Sink tokens that the window covers must not be visited twice.
-        let sinks = rules.sink_tokens.min(end);
+        let sinks = rules.limits.sink_tokens.min(end);
         [(0, sinks), (start.max(sinks).min(end), end)]
     }
 

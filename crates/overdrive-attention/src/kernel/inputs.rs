@@ -72,7 +72,7 @@ impl<'a, E: raw::Element> ViewMut<'a, E> {
 
 fn sizes<E: raw::Element, const N: usize>(tensor: &Fresh<E>) -> [usize; N] {
     let size = tensor.size();
-    std::array::from_fn(|at| usize::try_from(size[at]).unwrap_or(0))
+    std::array::from_fn(|at| usize_of(size[at]))
 }
 
 impl<'a, E> ViewMut<'a, E> {
@@ -148,19 +148,36 @@ pub(crate) struct Bias<'a, R> {
     pub(crate) strides: [usize; 4],
 }
 
+/// The keys that a query sees; by default, all of them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Limits {
+    /// The number of keys before its own position that a query sees; `None`: all.
+    pub(crate) left: Option<usize>,
+    /// The number of keys after its own position that a query sees; `None`: all. Causality is 0.
+    pub(crate) right: Option<usize>,
+    /// The number of keys at the beginning that `left` does not hide; 0 without it.
+    pub(crate) sink_tokens: usize,
+}
+
+/// Returns a limit as a distance between positions: at most a quarter of the range, so that a position plus a limit cannot
+/// overflow.
+pub(crate) fn as_limit(limit: usize) -> i64 {
+    i64::try_from(limit).map_or(i64::MAX / 4, |limit| limit.min(i64::MAX / 4))
+}
+
+/// Returns a size of a tensor, which is never negative.
+pub(crate) fn usize_of(size: i64) -> usize {
+    usize::try_from(size).unwrap_or(0)
+}
+
 /// The rules by which scores are computed and keys are hidden.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules<'a, R> {
     pub(crate) scale: f64,
     pub(crate) softcap: Option<f64>,
-    /// The number of keys before its own position that a query sees; `None`: all.
-    pub(crate) left: Option<usize>,
-    /// The number of keys after its own position that a query sees; `None`: all.
-    pub(crate) right: Option<usize>,
+    pub(crate) limits: Limits,
     /// If `true`, the last query is at the position of the last key; else the first query at that of the first key.
     pub(crate) bottom_right: bool,
-    /// The number of keys at the beginning that `left` does not hide.
-    pub(crate) sink_tokens: usize,
     pub(crate) slopes: Option<Slopes<'a, R>>,
     /// A logit for each head that takes part in the softmax without a value.
     pub(crate) sinks: Option<&'a [R]>,
@@ -201,18 +218,13 @@ pub(super) fn visible<R>(
     index: usize,
 ) -> (usize, usize) {
     let position = position(rules, sequence, index);
-    // A window wider than any sequence must not overflow.
-    let wide = |limit: usize| {
-        i64::try_from(limit)
-            .unwrap_or(i64::MAX / 4)
-            .min(i64::MAX / 4)
-    };
-    let keys = wide(sequence.keys);
-    let inside = |place: i64| usize::try_from(place.clamp(0, keys)).unwrap_or(0);
-    let start = rules.left.map_or(0, |left| inside(position - wide(left)));
-    let end = rules
-        .right
-        .map_or(sequence.keys, |right| inside(position + wide(right) + 1));
+    let keys = as_limit(sequence.keys);
+    let inside = |place: i64| usize_of(place.clamp(0, keys));
+    let Limits { left, right, .. } = rules.limits;
+    let start = left.map_or(0, |left| inside(position - as_limit(left)));
+    let end = right.map_or(sequence.keys, |right| {
+        inside(position + as_limit(right) + 1)
+    });
     (start, end)
 }
 

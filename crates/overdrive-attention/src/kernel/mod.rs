@@ -31,7 +31,8 @@ pub(crate) use dropout::Dropout;
 pub(crate) use eight_bit::{Codes, Stored};
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
 pub(crate) use inputs::{
-    AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes, View, ViewMut,
+    AttentionInputs, Bias, BiasValues, Limits, Pages, Rules, Sequence, Slopes, View, ViewMut,
+    as_limit, usize_of,
 };
 pub(crate) use pool_rows::{write_quantized_rows, write_rows};
 

@@ -60,7 +60,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
     fn sees_all(&self, start: usize, count: usize) -> bool {
         // Starts and ends increase with the query, so the first and last row bound them.
         let (end, window) = (self.ends[0], self.starts[self.rows - 1]);
-        end >= start + count && (window <= start || start + count <= self.rules.sink_tokens)
+        end >= start + count && (window <= start || start + count <= self.rules.limits.sink_tokens)
     }
 
     fn mask(&self, tile: &mut [E::Acc], start: usize) {
@@ -75,7 +75,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
             (from[row], to[row]) = (relative(self.starts[row]), relative(self.ends[row]));
         }
         // Relative to the tile, as its keys are.
-        let sinks = self.rules.sink_tokens.saturating_sub(start);
+        let sinks = self.rules.limits.sink_tokens.saturating_sub(start);
         hide(self.set, tile, self.lanes, &from, &to, sinks);
     }
 

@@ -13,6 +13,7 @@ use overdrive_sys::op::{Value, call_unchecked};
 use tch::{Device, Kind, Tensor};
 
 use crate::call::unresolved_limits;
+use crate::kernel::Limits;
 use crate::libtorch::first_two;
 use crate::paged::PagedCall;
 use crate::paged_layout::DeviceTables;
@@ -28,7 +29,11 @@ pub(crate) enum PackedKernel {
 /// Returns the kernel for a call on CUDA; `None` if neither supports all of its options.
 pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
     let (options, sizes) = (call.options, call.sizes);
-    let (left, right) = unresolved_limits(options);
+    let Limits {
+        left,
+        right,
+        sink_tokens,
+    } = unresolved_limits(options);
     let kind = call.query.kind();
     let plain = sizes.key_dim == sizes.value_dim
         && sizes.queries > 0
@@ -36,7 +41,7 @@ pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
         && options.sinks.is_none()
         // libtorch's flash kernel is compiled without ALiBi, and the efficient kernel does not have it.
         && options.alibi_slopes.is_none()
-        && (options.sink_tokens == 0 || left.is_none());
+        && sink_tokens == 0;
     let is = |backend| options.backend == Backend::Auto || options.backend == backend;
     let flash = is(Backend::Flash)
         && matches!(kind, Kind::Half | Kind::BFloat16)
@@ -89,7 +94,8 @@ fn sizes(tensor: &Tensor) -> [i64; 4] {
 /// Returns flash-attn's limits of a window, where -1 is no limit. If `is_single`, each sequence has one query, which
 /// has no key to its right, so the right limit can be -1: the kernel splits the keys among its blocks, and reads the
 /// keys of grouped heads once, only if both limits are -1.
-pub(crate) fn limits(left: Option<usize>, right: Option<usize>, is_single: bool) -> [i64; 2] {
+pub(crate) fn flash_limits(limits: Limits, is_single: bool) -> [i64; 2] {
+    let Limits { left, right, .. } = limits;
     let right = match (is_single, left) {
         (true, None) => None,
         _ => right,
@@ -98,9 +104,8 @@ pub(crate) fn limits(left: Option<usize>, right: Option<usize>, is_single: bool)
 }
 
 fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)> {
-    let (left, right) = unresolved_limits(call.options);
     // The tables omit sequences without queries.
-    let [left, right] = limits(left, right, tables.longest_queries == 1);
+    let [left, right] = flash_limits(unresolved_limits(call.options), tables.longest_queries == 1);
     let query = rows(call.query)?;
     let keys = gathered(call.keys, tables, 1)?;
     let values = gathered(call.values, tables, 1)?;
@@ -134,7 +139,7 @@ fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)
 }
 
 fn efficient(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)> {
-    let (left, right) = unresolved_limits(call.options);
+    let Limits { left, right, .. } = unresolved_limits(call.options);
     let sizes = call.sizes;
     // It does not support grouped heads.
     let copies = sizes.heads / sizes.kv_heads;
