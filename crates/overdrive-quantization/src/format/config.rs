@@ -37,36 +37,32 @@ use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 /// # }
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(try_from = "Value", into = "Value")]
+#[serde(try_from = "Value", tag = "quant_method")]
 #[non_exhaustive]
 pub enum QuantizationConfig {
     /// The layouts of bitsandbytes: NF4, FP4 and LLM.int8.
+    #[serde(rename = "bitsandbytes")]
     BitsAndBytes(BitsAndBytesConfig),
     /// The layouts of compressed-tensors: 8 bits by row, groups, and floats of 8 and 4 bits.
+    #[serde(rename = "compressed-tensors")]
     CompressedTensors(CompressedTensorsConfig),
     /// Groups of integers, as GPTQ writes them.
+    #[serde(rename = "gptq")]
     Gptq(GptqConfig),
     /// Groups of integers, as AWQ writes them.
+    #[serde(rename = "awq")]
     Awq(AwqConfig),
     /// Experts in MXFP4, as gpt-oss is published.
+    #[serde(rename = "mxfp4")]
     Mxfp4(Mxfp4Config),
     /// 8-bit floats with one scale for each weight or row, as Ministral 3 is published, or for each block, as DeepSeek-V3
     /// is.
+    #[serde(rename = "fp8")]
     Fp8(Fp8Config),
     /// 8-bit floats with one scale for each weight or row, and NVFP4, as NVIDIA's ModelOpt writes them.
+    #[serde(rename = "modelopt")]
     ModelOpt(ModelOptConfig),
 }
-
-/// The values of `quant_method`.
-const METHODS: [&str; 7] = [
-    "bitsandbytes",
-    "compressed-tensors",
-    "gptq",
-    "awq",
-    "mxfp4",
-    "fp8",
-    "modelopt",
-];
 
 impl QuantizationConfig {
     /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
@@ -97,7 +93,7 @@ impl QuantizationConfig {
                 .or(value.get("load_in_8bit"))
                 .is_some() =>
             {
-                METHODS[0]
+                "bitsandbytes"
             }
             None => "",
         };
@@ -126,8 +122,8 @@ impl QuantizationConfig {
                     "" => "absent".to_owned(),
                     other => format!("`{other}`"),
                 };
-                let methods = METHODS.join(", ");
-                let expected = format!("one of {methods}; use a copy of the model in bf16");
+                let expected = "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4, fp8, modelopt; use a copy of \
+                                the model in bf16";
                 return Err(Error::option(
                     "quantization_config.quant_method",
                     found,
@@ -152,32 +148,19 @@ impl QuantizationConfig {
     /// # Errors
     /// [`Error::Common`] for values that JSON does not have, such as an infinite number.
     pub fn to_json(&self) -> Result<Value> {
-        let value = match self {
-            QuantizationConfig::BitsAndBytes(config) => serde_json::to_value(config),
-            QuantizationConfig::CompressedTensors(config) => serde_json::to_value(config),
-            QuantizationConfig::Gptq(config) => serde_json::to_value(config),
-            QuantizationConfig::Awq(config) => serde_json::to_value(config),
-            QuantizationConfig::Mxfp4(config) => serde_json::to_value(config),
-            QuantizationConfig::Fp8(config) => serde_json::to_value(config),
-            QuantizationConfig::ModelOpt(config) => serde_json::to_value(config),
-        };
-        let mut value = value.map_err(|error| not_an_object(&error))?;
-        if let Some(object) = value.as_object_mut() {
-            object.shift_insert(0, "quant_method".to_owned(), self.method().into());
-        }
-        Ok(value)
+        serde_json::to_value(self).map_err(|error| not_an_object(&error))
     }
 
     /// Returns the `quant_method`.
     pub fn method(&self) -> &'static str {
         match self {
-            QuantizationConfig::BitsAndBytes(_) => METHODS[0],
-            QuantizationConfig::CompressedTensors(_) => METHODS[1],
-            QuantizationConfig::Gptq(_) => METHODS[2],
-            QuantizationConfig::Awq(_) => METHODS[3],
-            QuantizationConfig::Mxfp4(_) => METHODS[4],
-            QuantizationConfig::Fp8(_) => METHODS[5],
-            QuantizationConfig::ModelOpt(_) => METHODS[6],
+            QuantizationConfig::BitsAndBytes(_) => "bitsandbytes",
+            QuantizationConfig::CompressedTensors(_) => "compressed-tensors",
+            QuantizationConfig::Gptq(_) => "gptq",
+            QuantizationConfig::Awq(_) => "awq",
+            QuantizationConfig::Mxfp4(_) => "mxfp4",
+            QuantizationConfig::Fp8(_) => "fp8",
+            QuantizationConfig::ModelOpt(_) => "modelopt",
         }
     }
 
@@ -429,11 +412,5 @@ impl TryFrom<Value> for QuantizationConfig {
 
     fn try_from(value: Value) -> Result<QuantizationConfig> {
         QuantizationConfig::from_json(&value)
-    }
-}
-
-impl From<QuantizationConfig> for Value {
-    fn from(config: QuantizationConfig) -> Value {
-        config.to_json().unwrap_or_default()
     }
 }

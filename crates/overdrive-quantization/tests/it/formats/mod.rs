@@ -38,6 +38,35 @@ fn largest(tensor: &Tensor) -> f64 {
 }
 
 #[test]
+fn every_layout_is_written_with_its_method_first() {
+    let methods = [
+        "bitsandbytes",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "mxfp4",
+        "fp8",
+        "modelopt",
+    ];
+    for method in methods {
+        let given =
+            json!({"bits": 4, "group_size": 128, "quant_algo": "FP8", "quant_method": method});
+        let config = QuantizationConfig::from_json(&given).unwrap();
+        assert_eq!(config.method(), method);
+        let written = config.to_json().unwrap();
+        let first = written.as_object().unwrap().iter().next().unwrap();
+        assert_eq!(
+            (first.0.as_str(), first.1.as_str()),
+            ("quant_method", Some(method))
+        );
+        assert_eq!(written["bits"], 4, "{method}");
+        assert_eq!(serde_json::to_value(&config).unwrap(), written, "{method}");
+        let back: QuantizationConfig = serde_json::from_value(written).unwrap();
+        assert_eq!(back, config);
+    }
+}
+
+#[test]
 fn every_layout_is_read_as_the_python_libraries_read_it() {
     let file = fixture();
     let modules = modules(&file);
