@@ -126,16 +126,12 @@ impl<'a> GgufTensor<'a> {
         Ok(tensor.f_to_device(device)?.f_to_kind(kind)?)
     }
 
-    /// Returns the tensor as a quantized weight of the same elements, or `None` if it is not quantized or not
+    /// Returns the tensor as a quantized weight of the same elements on the CPU, or `None` if it is not quantized or not
     /// a matrix. `rows` selects rows as in [`dequantize`](GgufTensor::dequantize).
     ///
     /// # Errors
     /// As [`dequantize`](GgufTensor::dequantize).
-    pub fn to_quantized(
-        &self,
-        rows: Option<&[i64]>,
-        device: Device,
-    ) -> Result<Option<QuantizedWeight>> {
+    pub fn to_quantized(&self, rows: Option<&[i64]>) -> Result<Option<QuantizedWeight>> {
         let &[_, inputs] = self.shape else {
             return Ok(None);
         };
@@ -143,8 +139,7 @@ impl<'a> GgufTensor<'a> {
             return Ok(None);
         }
         if self.info.kind == GgufType::MXFP4 {
-            let weight = self.microscaled(&self.order(rows)?)?;
-            return Ok(Some(weight.to_device(device)?));
+            return self.microscaled(&self.order(rows)?).map(Some);
         }
         let Some(groups) = self.info.kind.groups() else {
             return Ok(None);
@@ -159,7 +154,7 @@ impl<'a> GgufTensor<'a> {
                 true => Kind::Half,
                 false => Kind::Float,
             };
-            Ok(tensor.f_to_kind(kind)?.f_to_device(device)?)
+            Ok(tensor.f_to_kind(kind)?)
         };
         let codes = match (groups.bits, groups.symmetric) {
             (4, _) => {
@@ -172,7 +167,7 @@ impl<'a> GgufTensor<'a> {
         };
         let offsets = (!groups.symmetric).then(|| of_groups(&decoded.offsets));
         let storage = Storage::grouped(
-            codes.f_to_device(device)?,
+            codes,
             of_groups(&decoded.scales)?,
             offsets.transpose()?,
             None,

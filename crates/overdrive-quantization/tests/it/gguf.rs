@@ -76,7 +76,7 @@ fn blocks_of_floats_equal_those_of_the_gguf_package() {
             3 => (tensor.slice(1).unwrap(), expected.get(1)),
             _ => (tensor, expected),
         };
-        let weight = matrix.to_quantized(None, Device::Cpu).unwrap().unwrap();
+        let weight = matrix.to_quantized(None).unwrap().unwrap();
         assert_eq!(weight.scheme(), Scheme::Mxfp4);
         assert!(same(&weight.dequantize(Kind::Float).unwrap(), &expected));
         let count = 2 * expected.size()[0];
@@ -93,7 +93,7 @@ fn blocks_of_floats_equal_those_of_the_gguf_package() {
 /// Returns the matrices of groups of the fixture with their elements.
 fn matrices(file: &GgufFile) -> Vec<(QuantizedWeight, Tensor)> {
     let weights = file.tensors().filter_map(|tensor| {
-        let weight = tensor.to_quantized(None, Device::Cpu).unwrap()?;
+        let weight = tensor.to_quantized(None).unwrap()?;
         Some((weight, expected(tensor.name())))
     });
     weights.collect()
@@ -151,7 +151,7 @@ fn every_matrix_of_groups_is_packed_without_changing_a_number() {
     let file = GgufFile::open(fixture("types.gguf")).unwrap();
     let mut packed = 0;
     for tensor in file.tensors() {
-        let Some(weight) = tensor.to_quantized(None, Device::Cpu).unwrap() else {
+        let Some(weight) = tensor.to_quantized(None).unwrap() else {
             let groups = tensor.tensor_type().groups();
             assert!(
                 groups.is_none() || tensor.shape().len() != 2,
@@ -171,7 +171,7 @@ fn every_matrix_of_groups_is_packed_without_changing_a_number() {
     // 16 bits of scale for 32 weights, as in the file.
     for name in ["Q4_0", "Q4_1", "Q8_0"] {
         let tensor = file.tensor(name).unwrap();
-        let weight = tensor.to_quantized(None, Device::Cpu).unwrap().unwrap();
+        let weight = tensor.to_quantized(None).unwrap().unwrap();
         assert_eq!(weight.bytes(), tensor.data().len(), "{name}");
     }
 }
@@ -188,7 +188,7 @@ fn rows_can_be_permuted_while_they_are_read() {
             .dequantize(Some(&rows), Kind::Float, Device::Cpu)
             .unwrap();
         assert!(same(&found, &expected), "{name}");
-        if let Some(weight) = tensor.to_quantized(Some(&rows), Device::Cpu).unwrap() {
+        if let Some(weight) = tensor.to_quantized(Some(&rows)).unwrap() {
             assert!(
                 same(&weight.dequantize(Kind::Float).unwrap(), &expected),
                 "{name}"
@@ -200,10 +200,7 @@ fn rows_can_be_permuted_while_they_are_read() {
         .dequantize(Some(&[1, 0]), Kind::Float, Device::Cpu)
         .unwrap();
     assert!(same(&found, &expected("stacked").flip([0])));
-    let error = file
-        .tensor("Q4_0")
-        .unwrap()
-        .to_quantized(Some(&[7]), Device::Cpu);
+    let error = file.tensor("Q4_0").unwrap().to_quantized(Some(&[7]));
     assert_eq!(
         error.unwrap_err().to_string(),
         "`rows` contains 7; it must contain rows in 0..7, the rows of `Q4_0`"
@@ -574,7 +571,7 @@ fn scales_that_are_not_finite_are_refused() {
         tensor
             .dequantize(None, Kind::Float, Device::Cpu)
             .unwrap_err(),
-        tensor.to_quantized(None, Device::Cpu).unwrap_err(),
+        tensor.to_quantized(None).unwrap_err(),
     ] {
         let text = error.to_string();
         assert!(
@@ -594,7 +591,7 @@ fn a_tensor_without_elements_is_empty() {
     let tensor = file.tensor("w").unwrap();
     let numbers = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
     assert_eq!(numbers.size(), [1 << 40, 0]);
-    assert!(tensor.to_quantized(None, Device::Cpu).unwrap().is_none());
+    assert!(tensor.to_quantized(None).unwrap().is_none());
 }
 
 proptest! {
@@ -712,7 +709,7 @@ fn a_file_that_cannot_be_completed_does_not_exist() {
     assert!(error.contains("a multiple of 32 elements"), "{error}");
     let error = text(begin(&[2, 256], GgufType::Q3_K).unwrap_err());
     assert!(
-        error.contains("Q3_K") && error.contains("Q6_K for `x`"),
+        error.contains("Q3_K") && error.contains("Q5_K") && error.contains("MXFP4 for `x`"),
         "{error}"
     );
     let mut writer = begin(&[2, 32], GgufType::F16).unwrap();

@@ -43,7 +43,7 @@ impl Source<'_> {
     fn quantized(&self, device: Device) -> Result<QuantizedWeight> {
         let rows = self.rows.as_deref();
         let own = |tensor: &GgufTensor<'_>, rows| {
-            tensor.to_quantized(rows, device)?.ok_or_else(|| {
+            tensor.to_quantized(rows)?.ok_or_else(|| {
                 let name = &self.spec.name;
                 overdrive_core::Error::internal(format!("`{name}` has no quantized groups")).into()
             })
@@ -55,10 +55,12 @@ impl Source<'_> {
                 QuantizedWeight::from_rows(&parts.collect::<Result<Vec<_>>>()?, rows)?
             }
         };
-        Ok(match &self.columns {
+        let weight = match &self.columns {
             Some(columns) => weight.with_inputs(columns)?,
             None => weight,
-        })
+        };
+        // The last step, which arranges the codes for the device.
+        Ok(weight.to_device(device)?)
     }
 
     /// Returns the elements of the parameter in `kind`.
