@@ -34,7 +34,7 @@ pub struct Kernels {
     pub(crate) counters: Mutex<Option<Counters>>,
     /// The plan of the last step over states.
     pub(crate) state_plan: Mutex<Option<UploadedPlan>>,
-    /// The variants by the name of the kernel.
+    /// The number of launches of each kernel, by its name.
     launches: BTreeMap<&'static str, AtomicU64>,
 }
 

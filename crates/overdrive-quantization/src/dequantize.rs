@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
 use crate::codec::{blocks, fp8, grouped, int8, run_jobs, units_of_job};
-use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
+use crate::kernel::four_bit::{MagnitudeSlices, floats, of_blocks};
 use crate::tensors::bytes;
 use crate::weight::Storage;
 use crate::{Error, QuantizedWeight, Result, Scheme, device_dequantize};
@@ -143,15 +143,15 @@ enum Codes<'a> {
         /// The number of groups of a row.
         groups: usize,
         codes: &'a [u8],
-        scales: Magnitudes<'a>,
-        offsets: Option<Magnitudes<'a>>,
+        scales: MagnitudeSlices<'a>,
+        offsets: Option<MagnitudeSlices<'a>>,
         order: Option<&'a [i32]>,
     },
     Blocks {
         book: Book,
         block: usize,
         codes: &'a [u8],
-        magnitudes: Magnitudes<'a>,
+        magnitudes: MagnitudeSlices<'a>,
     },
 }
 
@@ -182,9 +182,9 @@ impl<'a> Decoder<'a> {
                 signed: codes.kind() == Kind::Int8,
                 groups: scales.numel() / (weight.outputs.unsigned_abs() as usize).max(1),
                 codes: bytes(codes)?,
-                scales: Magnitudes::Full(floats(scales)?),
+                scales: MagnitudeSlices::Full(floats(scales)?),
                 offsets: match offsets {
-                    Some(offsets) => Some(Magnitudes::Full(floats(offsets)?)),
+                    Some(offsets) => Some(MagnitudeSlices::Full(floats(offsets)?)),
                     None => None,
                 },
                 order: order.as_ref().map(elements).transpose()?,

@@ -136,7 +136,7 @@ fn on_cpu(
 ) -> Result<Storage> {
     with_element!(weight.kind(), T => {
         let numbers = elements::<T>(weight)?;
-        let source = Source { numbers, outputs: shape[0], inputs: shape[1], range_of };
+        let source = DenseWeight { numbers, outputs: shape[0], inputs: shape[1], range_of };
         match scheme {
             Scheme::Int8Dynamic | Scheme::Int8WeightOnly | Scheme::LlmInt8 { .. } => source.int8(),
             Scheme::Grouped(options) => source.grouped(options, scales),
@@ -150,14 +150,14 @@ fn on_cpu(
 }
 
 /// A weight to be quantized.
-struct Source<'a, T> {
+struct DenseWeight<'a, T> {
     numbers: &'a [T],
     outputs: i64,
     inputs: i64,
     range_of: Option<RangeOf<'a>>,
 }
 
-impl<T: Float> Source<'_, T> {
+impl<T: Float> DenseWeight<'_, T> {
     fn width(&self) -> usize {
         // A slice has as many elements: it fits.
         self.inputs.unsigned_abs() as usize

@@ -218,8 +218,7 @@ impl Storage {
         self.map(|tensor| on_device(device, tensor.f_to_device(device).map_err(Error::from)))
     }
 
-    /// Returns views of `count` outputs from `first` on, or `None` for blocks of codes and tiles, which may span
-    /// outputs.
+    /// Returns views of `count` outputs from `first` on. Not for blocks of codes and tiles, which may span outputs.
     pub(crate) fn narrowed(&self, first: i64, count: i64) -> Result<Storage> {
         self.by_row(|tensor| tensor.f_narrow(0, first, count))
     }

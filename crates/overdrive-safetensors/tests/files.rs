@@ -129,6 +129,7 @@ fn every_kind_comes_back_bit_for_bit_whatever_its_strides() {
     for (name, tensor) in &tensors {
         let stored = file.tensor(name).unwrap();
         assert_eq!(stored.kind(), Some(tensor.kind()));
+        assert_eq!(dtype_name(tensor.kind()), Some(stored.format()));
         let size = tensor.kind().elt_size_in_bytes();
         assert_eq!(stored.data().as_ptr().align_offset(size), 0, "{name}");
         let read = stored.copy_to_tensor(None, Device::Cpu).unwrap();

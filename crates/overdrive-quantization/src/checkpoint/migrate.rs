@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tch::{Device, Kind, Tensor};
 
-use super::source::Source;
+use super::source::SourceFolder;
 use crate::calibrate::{
     InputCollector, Migration, fold_into_columns, fold_into_rows, migration_scales,
 };
@@ -97,7 +97,7 @@ impl Migrations {
     /// # Errors
     /// [`Error::Common`] if there is none: the folder would be quantized as without migration.
     pub(super) fn find(
-        source: &Source,
+        source: &SourceFolder,
         collector: &InputCollector,
         migration: Migration,
         scheme: Scheme,
@@ -162,7 +162,7 @@ impl Migrations {
         scales: &Tensor,
         adds_one: bool,
         statistics: &InputStatistics,
-        source: &Source,
+        source: &SourceFolder,
     ) -> Result<()> {
         for layer in layers {
             let change = self.changes.entry(format!("{layer}.weight")).or_default();

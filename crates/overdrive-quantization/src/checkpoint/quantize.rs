@@ -8,7 +8,7 @@ use super::migrate::Migrations;
 use super::options::CheckpointOptions;
 use super::report::{CheckpointReport, TensorReport, relative};
 use super::shard_writer::{ShardWriter, write_json};
-use super::source::Source;
+use super::source::SourceFolder;
 use super::tensor_role::{Role, role};
 use crate::calibrate::quantize_calibrated;
 use crate::{Error, QuantizationConfig, QuantizedWeight, Result, Scheme};
@@ -38,7 +38,7 @@ pub fn quantize_checkpoint(
 ) -> Result<CheckpointReport> {
     let (dir, out) = (dir.as_ref(), out.as_ref());
     // All checks come before the first tensor is quantized.
-    let source = Source::open(dir)?;
+    let source = SourceFolder::open(dir)?;
     let output = OutputFolder::check("quantize", "out", out, &[("dir", dir)])?;
     let job = Job::new(&source, scheme, options)?;
     job.check_shapes()?;
@@ -101,7 +101,7 @@ pub fn check_checkpoint(
     scheme: Scheme,
     options: &CheckpointOptions,
 ) -> Result<()> {
-    let source = Source::open(dir.as_ref())?;
+    let source = SourceFolder::open(dir.as_ref())?;
     // It needs the statistics, which are collected later.
     let options = CheckpointOptions {
         migration: None,
@@ -119,7 +119,7 @@ fn of_tensor(stored: &StoredTensor<'_>, error: Error) -> Error {
 
 /// The quantization of a folder.
 struct Job<'a> {
-    source: &'a Source,
+    source: &'a SourceFolder,
     scheme: Scheme,
     options: &'a CheckpointOptions,
     migrations: Migrations,
@@ -134,7 +134,11 @@ struct Quantized {
 }
 
 impl<'a> Job<'a> {
-    fn new(source: &'a Source, scheme: Scheme, options: &'a CheckpointOptions) -> Result<Self> {
+    fn new(
+        source: &'a SourceFolder,
+        scheme: Scheme,
+        options: &'a CheckpointOptions,
+    ) -> Result<Self> {
         check_compatible("head", options.head, scheme)?;
         check_compatible("embedding", options.embedding, scheme)?;
         let migrations = match (options.migration, &options.statistics) {

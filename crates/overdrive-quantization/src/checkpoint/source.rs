@@ -16,7 +16,7 @@ const CONFIG: &str = "config.json";
 
 /// A Hugging Face folder with memory-mapped weight files.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct SourceFolder {
     dir: PathBuf,
     files: Vec<MappedFile>,
     /// The index in `files` of each tensor, by name.
@@ -26,9 +26,9 @@ pub(super) struct Source {
     has_own_head: bool,
 }
 
-impl Source {
+impl SourceFolder {
     /// Reads the configuration and the headers, but no tensor.
-    pub(super) fn open(dir: &Path) -> Result<Source> {
+    pub(super) fn open(dir: &Path) -> Result<SourceFolder> {
         let config: Map<String, Value> = read_json(&dir.join(CONFIG))?;
         if config
             .get("quantization_config")
@@ -65,7 +65,7 @@ impl Source {
             }
             files.push(file);
         }
-        let mut source = Source {
+        let mut source = SourceFolder {
             dir: dir.to_path_buf(),
             files,
             names,

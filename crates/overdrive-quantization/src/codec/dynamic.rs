@@ -112,7 +112,7 @@ pub(crate) fn quantize(
 /// Returns the dequantized magnitudes.
 #[cfg(test)]
 pub(crate) fn dequantized(codes: &[u8], scales: &[f32], offset: f32) -> Vec<f32> {
-    let magnitudes = crate::kernel::four_bit::Magnitudes::Quantized {
+    let magnitudes = crate::kernel::four_bit::MagnitudeSlices::Quantized {
         codes,
         book: code_book(),
         planes: None,

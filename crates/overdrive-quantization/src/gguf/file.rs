@@ -188,8 +188,8 @@ fn info(reader: &mut HeaderReader<'_>) -> Parsed<Info> {
         Ok(kind) => kind,
         Err(name) => {
             return wrong(format!(
-                "is of {name}, which is not supported; use F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or \
-                 Q2_K to Q6_K"
+                "is of {name}, which is not supported; use one of {}",
+                GgufType::names(|_| true)
             ));
         }
     };

@@ -84,6 +84,13 @@ impl GgufType {
         Err(known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned()))
     }
 
+    /// Returns the names of the types that `is_listed` accepts, for error messages.
+    pub(super) fn names(is_listed: impl Fn(GgufType) -> bool) -> String {
+        let listed = TYPES.iter().filter(|(kind, ..)| is_listed(*kind));
+        let names: Vec<String> = listed.map(|(kind, ..)| kind.to_string()).collect();
+        names.join(", ")
+    }
+
     /// Returns the number of the type in a file.
     pub(super) fn id(self) -> u32 {
         let found = TYPES.iter().find(|(kind, ..)| *kind == self);

@@ -212,11 +212,11 @@ fn check(info: &GgufTensorInfo) -> Result<()> {
         tensor_type,
     } = info;
     if !is_writable(*tensor_type) {
-        let expected = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K or Q6_K";
+        let expected = GgufType::names(is_writable);
         return Err(Error::values(
             "tensor_type",
             tensor_type.to_string(),
-            format!("{expected} for `{name}`"),
+            format!("one of {expected} for `{name}`"),
         ));
     }
     if shape.iter().any(|&n| n < 1) || !info.width().is_multiple_of(tensor_type.block_size()) {

@@ -39,5 +39,5 @@ mod word_rows;
 pub(crate) use coded_weight::CodedWeight;
 pub(crate) use dequantize::dequantize_rows;
 pub(crate) use gemm::{CodedGemm, QuantizedInputs};
-pub(crate) use scales::Magnitudes;
+pub(crate) use scales::MagnitudeSlices;
 pub(crate) use storage::{coded_weight, floats, of_blocks};

@@ -5,7 +5,7 @@ use overdrive_kernels::{LANES, Simd, capacity_bytes};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::CodedWeight;
-use super::scales::{Floats, Magnitudes, Scales};
+use super::scales::{Floats, MagnitudeSlices, Scales};
 
 /// The layout of the scales of some rows.
 #[derive(Debug, Clone, Copy)]
@@ -38,8 +38,12 @@ impl ScaleRows {
         let range = from..from + all + LANES;
         // Borrowed if the slice has a spare vector after these rows.
         let borrowed = match (&scales.magnitudes, repeat) {
-            (Magnitudes::Full(Floats::F32(all)), Some(_)) => all.get(range).map(Numbers::Floats),
-            (Magnitudes::Full(Floats::F16(all)), Some(1)) => all.get(range).map(Numbers::Halves),
+            (MagnitudeSlices::Full(Floats::F32(all)), Some(_)) => {
+                all.get(range).map(Numbers::Floats)
+            }
+            (MagnitudeSlices::Full(Floats::F16(all)), Some(1)) => {
+                all.get(range).map(Numbers::Halves)
+            }
             _ => None,
         };
         let numbers = match borrowed {

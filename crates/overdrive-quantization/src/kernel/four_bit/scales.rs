@@ -33,7 +33,7 @@ impl Floats<'_> {
 
 /// The magnitudes of blocks.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Magnitudes<'a> {
+pub(crate) enum MagnitudeSlices<'a> {
     Full(Floats<'a>),
     /// The magnitudes `book[codes] · scale + offset`, with one scale for [`QUANTIZED_BLOCK`] codes.
     Quantized {
@@ -49,12 +49,12 @@ pub(crate) enum Magnitudes<'a> {
 /// The number of magnitudes that share a scale, in the double quantization of bitsandbytes.
 pub(crate) const QUANTIZED_BLOCK: usize = 256;
 
-impl Magnitudes<'_> {
+impl MagnitudeSlices<'_> {
     /// Returns the number of complete blocks.
     pub(crate) fn len(&self) -> usize {
         match self {
-            Magnitudes::Full(all) => all.len(),
-            Magnitudes::Quantized { codes, scales, .. } => {
+            MagnitudeSlices::Full(all) => all.len(),
+            MagnitudeSlices::Quantized { codes, scales, .. } => {
                 codes.len().min(scales.len() * QUANTIZED_BLOCK)
             }
         }
@@ -63,8 +63,8 @@ impl Magnitudes<'_> {
     #[inline(always)]
     pub(crate) fn at(&self, index: usize) -> f32 {
         match self {
-            Magnitudes::Full(all) => all.at(index),
-            Magnitudes::Quantized {
+            MagnitudeSlices::Full(all) => all.at(index),
+            MagnitudeSlices::Quantized {
                 codes,
                 book,
                 scales,
@@ -77,12 +77,12 @@ impl Magnitudes<'_> {
     /// Returns the magnitudes of blocks `blocks`: borrowed, or computed in `memory`.
     pub(crate) fn range<'s>(&'s self, blocks: Range<usize>, memory: &'s mut Vec<f32>) -> &'s [f32] {
         match self {
-            Magnitudes::Full(Floats::F32(all)) => return &all[blocks],
-            Magnitudes::Full(Floats::F16(all)) => {
+            MagnitudeSlices::Full(Floats::F32(all)) => return &all[blocks],
+            MagnitudeSlices::Full(Floats::F16(all)) => {
                 memory.resize(blocks.len(), 0.0);
                 all[blocks].convert_to_f32_slice(memory);
             }
-            Magnitudes::Quantized { .. } => {
+            MagnitudeSlices::Quantized { .. } => {
                 memory.clear();
                 memory.extend(blocks.map(|block| self.at(block)));
             }
@@ -95,10 +95,10 @@ impl Magnitudes<'_> {
     #[inline(always)]
     pub(super) fn write<S: Simd>(&self, s: S, first: usize, bits: &mut Vec<u32>, out: &mut [f32]) {
         match self {
-            Magnitudes::Full(Floats::F32(all)) => {
+            MagnitudeSlices::Full(Floats::F32(all)) => {
                 out.copy_from_slice(&all[first..first + out.len()]);
             }
-            Magnitudes::Full(Floats::F16(all)) => {
+            MagnitudeSlices::Full(Floats::F16(all)) => {
                 let all = &all[first..first + out.len()];
                 let (vectors, rest) = all.as_chunks();
                 let (out, rest_of_out) = out.as_chunks_mut();
@@ -113,7 +113,7 @@ impl Magnitudes<'_> {
                     rest_of_out.copy_from_slice(&floats[..rest.len()]);
                 }
             }
-            Magnitudes::Quantized {
+            MagnitudeSlices::Quantized {
                 codes,
                 book,
                 planes,
@@ -152,9 +152,9 @@ impl Magnitudes<'_> {
     #[inline(always)]
     pub(super) fn address(&self, block: usize) -> *const u8 {
         let (first, size): (*const u8, _) = match self {
-            Magnitudes::Full(Floats::F32(all)) => (all.as_ptr().cast(), size_of::<f32>()),
-            Magnitudes::Full(Floats::F16(all)) => (all.as_ptr().cast(), size_of::<f16>()),
-            Magnitudes::Quantized { codes, .. } => (codes.as_ptr(), 1),
+            MagnitudeSlices::Full(Floats::F32(all)) => (all.as_ptr().cast(), size_of::<f32>()),
+            MagnitudeSlices::Full(Floats::F16(all)) => (all.as_ptr().cast(), size_of::<f16>()),
+            MagnitudeSlices::Quantized { codes, .. } => (codes.as_ptr(), 1),
         };
         first.wrapping_add(block * size)
     }
@@ -163,7 +163,7 @@ impl Magnitudes<'_> {
 /// The scales of the elements of a weight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Scales<'a> {
-    pub(crate) magnitudes: Magnitudes<'a>,
+    pub(crate) magnitudes: MagnitudeSlices<'a>,
     /// The number of elements that share a scale, counted along the flattened weight. Groups, which belong to
     /// rows, divide each row.
     pub(crate) block: usize,

@@ -6,7 +6,7 @@ use overdrive_kernels::{InstructionSet, Table256};
 use tch::{Device, Kind};
 
 use super::coded_weight::{CodedWeight, Coding};
-use super::scales::{Floats, Magnitudes, Scales};
+use super::scales::{Floats, MagnitudeSlices, Scales};
 use crate::codec::dynamic;
 use crate::tensors::bytes;
 use crate::weight::{self, Storage};
@@ -46,7 +46,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
             // At least 1: a damaged shape must not divide by zero.
             let groups = scales.len().checked_div(outputs).unwrap_or(1).max(1);
             let of_groups = |floats| Scales {
-                magnitudes: Magnitudes::Full(floats),
+                magnitudes: MagnitudeSlices::Full(floats),
                 block: inputs / groups,
             };
             CodedWeight {
@@ -106,9 +106,9 @@ pub(crate) fn floats(tensor: &impl Source) -> Result<Floats<'_>> {
 }
 
 /// Borrows the magnitudes of blocks.
-pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_>> {
+pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<MagnitudeSlices<'_>> {
     Ok(match magnitudes {
-        weight::Magnitudes::Full(all) => Magnitudes::Full(floats(all)?),
+        weight::Magnitudes::Full(all) => MagnitudeSlices::Full(floats(all)?),
         weight::Magnitudes::Quantized {
             codes,
             code_book,
@@ -123,7 +123,7 @@ pub(crate) fn of_blocks(magnitudes: &weight::Magnitudes) -> Result<Magnitudes<'_
                     code_book.size()
                 ),
             })?;
-            Magnitudes::Quantized {
+            MagnitudeSlices::Quantized {
                 codes: elements(codes)?,
                 book,
                 planes: (book == dynamic::code_book()).then(usual_book),

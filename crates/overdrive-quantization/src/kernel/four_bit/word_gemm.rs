@@ -277,7 +277,7 @@ fn unpack<S: Simd, D: Decode<S>>(s: S, decode: D, columns: &[S::Packed; LANES], 
 }
 
 /// The source of the words of a unit of 16 outputs.
-trait Source<S: Simd, D: Decode<S>>: Copy {
+trait WordSource<S: Simd, D: Decode<S>>: Copy {
     /// Returns the words of one lane of codes of each output; only the first `PARTS` are meaningful.
     fn words(&self, s: S, lane: usize) -> [S::Words; 4];
 }
@@ -289,7 +289,7 @@ struct Coded<S: Simd, D> {
     decode: D,
 }
 
-impl<S: Simd, D: Decode<S>> Source<S, D> for Coded<S, D> {
+impl<S: Simd, D: Decode<S>> WordSource<S, D> for Coded<S, D> {
     #[inline(always)]
     fn words(&self, s: S, lane: usize) -> [S::Words; 4] {
         self.decode.words(s, self.columns[lane])
@@ -302,7 +302,7 @@ struct Unpacked<'a> {
     words: &'a [i16],
 }
 
-impl<S: Simd, D: Decode<S>> Source<S, D> for Unpacked<'_> {
+impl<S: Simd, D: Decode<S>> WordSource<S, D> for Unpacked<'_> {
     #[inline(always)]
     fn words(&self, s: S, lane: usize) -> [S::Words; 4] {
         let of_lane = &self.words[lane * D::PARTS * WORDS..][..D::PARTS * WORDS];
@@ -330,7 +330,7 @@ impl Block<'_> {
     /// Adds `count` rows, an even number and at most `S::WORD_ROWS`. One sum would wait for its own
     /// latency: fewer rows have several partial sums.
     #[inline(always)]
-    fn rows<S: Simd, D: Decode<S>, W: Source<S, D>>(&mut self, s: S, count: usize, source: W) {
+    fn rows<S: Simd, D: Decode<S>, W: WordSource<S, D>>(&mut self, s: S, count: usize, source: W) {
         match count {
             8 if S::WORD_ROWS == 8 => self.add::<S, D, W, 8, 1>(s, source),
             6 if S::WORD_ROWS == 8 => self.add::<S, D, W, 6, 1>(s, source),
@@ -342,7 +342,7 @@ impl Block<'_> {
 
     /// Adds `N` rows, each with `P` partial sums.
     #[inline(always)]
-    fn add<S: Simd, D: Decode<S>, W: Source<S, D>, const N: usize, const P: usize>(
+    fn add<S: Simd, D: Decode<S>, W: WordSource<S, D>, const N: usize, const P: usize>(
         &mut self,
         s: S,
         source: W,

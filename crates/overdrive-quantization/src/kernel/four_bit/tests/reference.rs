@@ -5,7 +5,7 @@ use overdrive_kernels::{Element, InstructionSet, Table256};
 
 use super::super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, Coding, WordTable, levels};
 use super::super::gemm::{CodedGemm, QuantizedInputs};
-use super::super::scales::{Floats, Magnitudes, Scales};
+use super::super::scales::{Floats, MagnitudeSlices, Scales};
 use crate::codec::code_book::Book;
 use crate::kernel::joint_gemm::{JointGemm, joint_gemm};
 
@@ -111,9 +111,9 @@ impl Owned {
 
     pub(super) fn map(&self) -> CodedWeight<'_> {
         let magnitudes = match self.kept {
-            Kept::F32 => Magnitudes::Full(Floats::F32(&self.floats)),
-            Kept::F16 => Magnitudes::Full(Floats::F16(&self.halves)),
-            Kept::Quantized => Magnitudes::Quantized {
+            Kept::F32 => MagnitudeSlices::Full(Floats::F32(&self.floats)),
+            Kept::F16 => MagnitudeSlices::Full(Floats::F16(&self.halves)),
+            Kept::Quantized => MagnitudeSlices::Quantized {
                 codes: &self.small,
                 book: &self.book,
                 planes: self.planes.as_ref(),
@@ -131,7 +131,7 @@ impl Owned {
                 block: self.block,
             },
             offsets: self.offsets.as_ref().map(|offsets| Scales {
-                magnitudes: Magnitudes::Full(Floats::F32(offsets)),
+                magnitudes: MagnitudeSlices::Full(Floats::F32(offsets)),
                 block: self.block,
             }),
             order: self.order.as_deref(),
