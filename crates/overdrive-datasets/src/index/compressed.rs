@@ -259,11 +259,19 @@ impl Blocks {
     fn block(&self, data: &[u8], number: usize) -> std::result::Result<Arc<Vec<u8>>, String> {
         // The list is valid whenever the lock is released. Nothing is unpacked under the lock.
         let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, block)) = lock().iter().find(|(other, _)| *other == number) {
-            return Ok(Arc::clone(block));
+        let find = |cache: &VecDeque<(usize, Arc<Vec<u8>>)>| {
+            let found = cache.iter().find(|(other, _)| *other == number);
+            found.map(|(_, block)| Arc::clone(block))
+        };
+        if let Some(block) = find(&lock()) {
+            return Ok(block);
         }
         let block = Arc::new(self.unpack_block(data, number)?);
         let mut cache = lock();
+        // Another thread may have unpacked it in the meantime; a second copy would displace other blocks.
+        if let Some(block) = find(&cache) {
+            return Ok(block);
+        }
         cache.push_back((number, Arc::clone(&block)));
         let mut bytes: usize = cache.iter().map(|(_, block)| block.len()).sum();
         // The cache drops its oldest blocks; a record is often read with its neighbours, and rarely again.

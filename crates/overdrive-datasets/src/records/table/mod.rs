@@ -4,11 +4,10 @@ mod arrow_file;
 mod column_json;
 mod parquet_file;
 
-use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use arrow_array::RecordBatch;
 use overdrive_core::files::FileMap;
@@ -22,6 +21,7 @@ use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::index::read_source;
 use crate::range_source::{digest_of_source, registered_source};
+use crate::sampling::RecentValues;
 use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
 /// The number of decoded blocks that are cached, over all files.
@@ -78,7 +78,7 @@ pub struct TableRecords<T = serde_json::Value> {
     blocks: Vec<(u32, u32)>,
     /// The number of rows up to and including each block.
     ends: Vec<usize>,
-    cache: Mutex<VecDeque<(usize, RecordBatch)>>,
+    cache: RecentValues<usize, RecordBatch, CACHED_BLOCKS>,
     fingerprint: OnceLock<Sha256Digest>,
     item: PhantomData<fn() -> T>,
 }
@@ -118,7 +118,7 @@ impl<T> TableRecords<T> {
             files,
             blocks,
             ends,
-            cache: Mutex::default(),
+            cache: RecentValues::default(),
             fingerprint: OnceLock::new(),
             item: PhantomData,
         })
@@ -169,18 +169,9 @@ impl<T> TableRecords<T> {
         };
         let row =
             index + self.files[file as usize].table.blocks()[at as usize].rows - self.ends[number];
-        // The list is valid whenever the lock is released. Nothing is decoded under the lock.
-        let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, batch)) = lock().iter().find(|(other, _)| *other == number) {
-            return Ok((batch.clone(), row));
-        }
-        let batch = self.decode(file as usize, at as usize, index)?;
-        let mut cache = lock();
-        if cache.len() == CACHED_BLOCKS {
-            cache.pop_front();
-        }
-        cache.push_back((number, batch.clone()));
-        Ok((batch, row))
+        let decode = || self.decode(file as usize, at as usize, index);
+        let batch = self.cache.try_get_or(number, decode)?;
+        Ok((RecordBatch::clone(&batch), row))
     }
 
     fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
