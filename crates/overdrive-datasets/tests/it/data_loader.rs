@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, DatasetExt, Error, ErrorPolicy, InMemory,
-    LengthGroupedBatches, LoaderState, RecordNumber, Result, Shard, ShardedBatches,
-    TokenBudgetBatches, TokenBudgetOptions,
+    LengthGroupedBatches, LoaderState, RecordNumber, Result, TokenBudgetBatches,
+    TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -115,12 +115,12 @@ proptest! {
             match kind {
                 0 => DataLoader::new(numbers, options).unwrap(),
                 1 => {
-                    let batches = LengthGroupedBatches::new(lengths, batch_size, false, 9, Shard::default()).unwrap();
+                    let batches = LengthGroupedBatches::new(lengths, batch_size, false, 9).unwrap();
                     DataLoader::with(numbers, batches, Ok, options).unwrap()
                 }
                 _ => {
                     let budget = TokenBudgetOptions { max_tokens: 100, window: 16, ..TokenBudgetOptions::default() };
-                    let batches = TokenBudgetBatches::new(lengths, budget, Shard::default()).unwrap();
+                    let batches = TokenBudgetBatches::new(lengths, budget).unwrap();
                     DataLoader::with(numbers, batches, Ok, options).unwrap()
                 }
             }
@@ -270,9 +270,7 @@ fn batches_grouped_by_length_resume_at_the_same_record_with_another_batch_size()
     const RECORDS: usize = 500;
     let lengths: Vec<u32> = (0..RECORDS as u32).map(|i| 1 + i * 7919 % 97).collect();
     let make = |batch_size| {
-        let shard = Shard::default();
-        let grouped = LengthGroupedBatches::new(lengths.clone(), batch_size, false, 5, shard);
-        let batches = ShardedBatches::new(grouped.unwrap(), shard);
+        let batches = LengthGroupedBatches::new(lengths.clone(), batch_size, false, 5).unwrap();
         DataLoader::with(Numbers::new(RECORDS), batches, Ok, options(batch_size, 0)).unwrap()
     };
     let records = |loader: &mut DataLoader<Vec<usize>>| -> Vec<usize> {

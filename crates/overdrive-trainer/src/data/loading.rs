@@ -149,13 +149,12 @@ impl<'a> Loading<'a> {
                 options.batch_size,
                 options.drop_last,
                 options.seed,
-                // Sharded in `load`, in the same way for all samplers.
-                Shard::default(),
             )?),
             RowOrder::Mixed(sampler) => Box::new(SampledBatches::new(
                 sampler,
                 options.batch_size,
                 options.drop_last,
+                // Sharded in `collated`, in the same way for all samplers.
                 Shard::default(),
             )?),
             RowOrder::Epochs => Box::new(options.batches(rows)?),
