@@ -305,17 +305,6 @@ impl<T: Send + 'static> DataLoader<T> {
         }
     }
 
-    /// Returns the passes over each source of a [`crate::Mixture`] so far, over all processes, with the name of the
-    /// source; an empty list for other data.
-    pub fn source_epochs(&self) -> Vec<(String, f64)> {
-        self.source_epochs_at(self.state)
-    }
-
-    pub(crate) fn source_epochs_at(&self, state: LoaderState) -> Vec<(String, f64)> {
-        let batches = &self.source.batches;
-        batches.source_epochs(state.epoch, state.next_batch)
-    }
-
     /// Returns the number of records of a batch, over all processes.
     fn joint_batch_size(&self) -> usize {
         let DataLoaderOptions {

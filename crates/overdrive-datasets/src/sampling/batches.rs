@@ -28,12 +28,6 @@ pub trait BatchSampler: Send + Sync {
     fn batch_in_groups_of(&self, _group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         self.batch(epoch, number)
     }
-
-    /// Returns the passes over each source before batch `number` of an epoch, with the name of the source. Only
-    /// batches of a [`crate::MixtureSampler`] have sources; the default is an empty list.
-    fn source_epochs(&self, _epoch: u64, _number: usize) -> Vec<(String, f64)> {
-        Vec::new()
-    }
 }
 
 impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
@@ -51,10 +45,6 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
 
     fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         (**self).batch_in_groups_of(group_len, epoch, number)
-    }
-
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        (**self).source_epochs(epoch, number)
     }
 }
 
@@ -104,13 +94,6 @@ impl<S: Sampler> BatchSampler for SampledBatches<S> {
             .map(|position| self.sampler.index(epoch, self.shard.global(position, len)))
             .collect()
     }
-
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        let rows = number.saturating_mul(self.batch_size);
-        // All processes have read as many records as this one.
-        let rows = self.shard.joint(rows).min(self.sampler.len());
-        self.sampler.source_epochs(epoch, rows)
-    }
 }
 
 /// The batches of another sampler, sharded over processes: of `world_size` consecutive batches, each process takes
@@ -157,11 +140,6 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
     fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         let number = self.shard.global(number, self.batches.len(epoch));
         self.batches.batch_in_groups_of(group_len, epoch, number)
-    }
-
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        let number = self.shard.joint(number).min(self.batches.len(epoch));
-        self.batches.source_epochs(epoch, number)
     }
 }
 

@@ -81,7 +81,12 @@ impl<'a> Loading<'a> {
         D: Dataset + 'static,
         B: OnDevice,
     {
-        let batches = self.batches_of_rows(rows.len(), order.into())?;
+        let order = order.into();
+        let mixture = match &order {
+            RowOrder::Mixed(sampler) => Some(sampler.clone()),
+            RowOrder::Epochs | RowOrder::ByLength(_) => None,
+        };
+        let batches = self.batches_of_rows(rows.len(), order)?;
         let options = self.options();
         // An endless loader without batches would never return.
         if self.endless && batches.is_empty(0) {
@@ -110,7 +115,10 @@ impl<'a> Loading<'a> {
         };
         let loader = DataLoader::with(rows, batches, collate, options)?;
         // Copies a batch to the device while the model computes on the previous batch.
-        let loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
+        let mut loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
+        if let Some(mixture) = mixture {
+            loader = loader.with_mixture(mixture);
+        }
         Ok(match self.endless {
             true => loader.endless(),
             false => loader,
