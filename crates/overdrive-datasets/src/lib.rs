@@ -112,6 +112,8 @@ pub mod prelude;
 #[cfg(feature = "tokenizers")]
 mod progress_bar;
 mod range_source;
+#[cfg(any(feature = "image", feature = "parquet", feature = "speech"))]
+mod read_failure;
 mod records;
 mod sampling;
 pub mod store_format;

@@ -272,7 +272,7 @@ impl SpeechDataset {
             Some(duration) => Some(duration),
             None => {
                 let path = self.path(row_index, row).ok()?;
-                let all = audio::duration_s(&path).ok().flatten()?;
+                let all = audio::duration_s(&path)?;
                 Some((all - excerpt.offset_s).max(0.0))
             }
         }
@@ -327,15 +327,15 @@ impl SpeechDataset {
         Ok(folder.join(name))
     }
 
-    fn read(&self, row_index: usize, row: &Row) -> std::result::Result<Speech, String> {
-        let text = row.text(self.options.text_field.as_deref(), &TEXT_FIELDS)?;
-        let mut excerpt = self.excerpt(row)?;
-        if row.number("offset")?.is_none() {
+    fn read(&self, row_index: usize, row: &Row) -> Result<Speech> {
+        let text = row.text(self.options.text_field.as_deref(), &TEXT_FIELDS);
+        let text = text.map_err(Error::other)?;
+        let mut excerpt = self.excerpt(row).map_err(Error::other)?;
+        if row.number("offset").map_err(Error::other)?.is_none() {
             excerpt.duration_s = None;
         }
-        let path = self.path(row_index, row)?;
-        let sound = audio::decode(&path, &excerpt)
-            .map_err(|problem| format!("the audio file {}: {problem}", path.display()))?;
+        let path = self.path(row_index, row).map_err(Error::other)?;
+        let sound = audio::decode(&path, &excerpt)?;
         let to = self.options.sampling_rate;
         let samples = match sound.rate == to {
             true => sound.samples,
@@ -418,7 +418,10 @@ impl Dataset for SpeechDataset {
         let row_index = self.row_index(index)?;
         let row = self.row(row_index)?;
         self.read(row_index, &row)
-            .map_err(|problem| self.problem(row_index, problem))
+            .map_err(|error| match error.is_about_record() {
+                true => self.problem(row_index, error.to_string()),
+                false => error,
+            })
     }
 
     fn prefetch(&self, indices: &[usize]) {

@@ -266,6 +266,22 @@ fn missing_or_damaged_audio_is_an_error_of_its_row() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn an_error_of_the_disk_is_none_of_the_row_that_names_the_audio() {
+    // Reading the first byte of the memory of a process is such an error; a folder in place of a file is none.
+    let dir = tempfile::tempdir().unwrap();
+    let rows = "path,text\n/proc/self/mem,a\n/proc/self,b\n";
+    let speech = open(dir.path(), "rows.csv", rows, SpeechOptions::default());
+    let get = |index| ErrorPolicy::Skip.get(&speech, index, &ErrorLog::default());
+    let error = get(0).unwrap_err();
+    assert!(
+        matches!(&error, Error::Common(overdrive_core::Error::Io { path, .. }) if path == Path::new("/proc/self/mem")),
+        "{error}"
+    );
+    assert_eq!(get(1).unwrap(), None);
+}
+
+#[test]
 fn damaged_audio_gives_errors_without_panics_or_unbounded_memory() {
     let dir = tempfile::tempdir().unwrap();
     let mut errors = 0;
