@@ -179,9 +179,9 @@ pub use range_source::{RangeSource, register_source, registered_source};
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{
-    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
-    RecordFormat, RecordLocation, SampleBy, TextLines, TextOptions, WebDataset, WebSample,
-    find_files,
+    CsvColumns, CsvOptions, CsvRecords, CsvRow, FieldRecords, FieldRow, JsonLayout, JsonOptions,
+    JsonRecords, RecordFiles, RecordFormat, RecordLocation, SampleBy, TextLines, TextOptions,
+    WebDataset, WebSample, find_files,
 };
 pub use sampling::{
     BatchSampler, ConsecutiveBatches, LastShare, LengthGroupedBatches, Lengths, Permutation,

@@ -151,7 +151,7 @@ fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
     assert!(error.contains("there is no audio after 0.5 s"), "{error}");
     let error = speech.get(4).unwrap_err().to_string();
     assert!(
-        error.contains("\"offset\" is not a number of seconds"),
+        error.contains("`offset` is -1, which is not a number of seconds"),
         "{error}"
     );
 }

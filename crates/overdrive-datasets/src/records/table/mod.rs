@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use self::arrow_file::ArrowFile;
 use self::column_json::row_as_json;
 use self::parquet_file::ParquetFile;
-use super::find_files;
+use super::{RecordLocation, find_files};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::index::read_source;
@@ -160,18 +160,35 @@ impl<T> TableRecords<T> {
     /// # Errors
     /// Returns an error if there is no such row, or if it cannot be decoded.
     pub fn batch(&self, index: usize) -> Result<(RecordBatch, usize)> {
-        let number = self.ends.partition_point(|&end| end <= index);
-        let Some(&(file, at)) = self.blocks.get(number) else {
-            return Err(Error::NoSuchRecord {
-                index,
-                len: self.rows(),
-            });
-        };
-        let row =
-            index + self.files[file as usize].table.blocks()[at as usize].rows - self.ends[number];
-        let decode = || self.decode(file as usize, at as usize, index);
+        let (number, file, at) = self.find(index)?;
+        let row = index + self.files[file].table.blocks()[at].rows - self.ends[number];
+        let decode = || self.decode(file, at, index);
         let batch = self.cache.try_get_or(number, decode)?;
         Ok((RecordBatch::clone(&batch), row))
+    }
+
+    /// Returns the location of row `index`; the offset is that of the block of the row.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such row.
+    pub fn location(&self, index: usize) -> Result<RecordLocation> {
+        let (_, file, at) = self.find(index)?;
+        let OpenTable { path, table, .. } = &self.files[file];
+        Ok(RecordLocation {
+            path: path.clone(),
+            record: index - self.rows_before(file),
+            offset: table.blocks()[at].offset,
+        })
+    }
+
+    /// Returns the number of the block of row `index` over all files, its file, and its number in the file.
+    fn find(&self, index: usize) -> Result<(usize, usize, usize)> {
+        let number = self.ends.partition_point(|&end| end <= index);
+        let &(file, at) = self.blocks.get(number).ok_or(Error::NoSuchRecord {
+            index,
+            len: self.rows(),
+        })?;
+        Ok((number, file as usize, at as usize))
     }
 
     fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
@@ -222,16 +239,14 @@ impl<T: DeserializeOwned> Dataset for TableRecords<T> {
         let (batch, row) = self.batch(index)?;
         row_as_json(&batch.slice(row, 1))
             .and_then(|json| serde_json::from_slice(&json).map_err(|error| error.to_string()))
-            .map_err(|problem| {
-                let number = self.ends.partition_point(|&end| end <= index);
-                let (file, at) = self.blocks[number];
-                let OpenTable { path, table, .. } = &self.files[file as usize];
-                Error::InvalidRecord {
-                    path: path.clone(),
-                    number: RecordNumber::Record(index - self.rows_before(file as usize)),
-                    offset: table.blocks()[at as usize].offset,
+            .map_err(|problem| match self.location(index) {
+                Ok(location) => Error::InvalidRecord {
+                    path: location.path,
+                    number: RecordNumber::Record(location.record),
+                    offset: location.offset,
                     problem: format!("unexpected row: {problem}"),
-                }
+                },
+                Err(error) => error,
             })
     }
 
