@@ -157,7 +157,9 @@ pub use loader::{
     Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
     SpeechBatch, SpeechExample, collate, collate_masked, collate_seq2seq, collate_speech,
 };
-pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
+pub use loader::{
+    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows, WorkerOptions,
+};
 #[cfg(all(feature = "tch", feature = "image"))]
 pub use loader::{ImageBatch, collate_captions, collate_images};
 pub use mixture::{Mixture, MixtureSampler};

@@ -19,7 +19,7 @@ const SOURCE_STREAM: u32 = 0x4D49_5854;
 /// epochs: it shuffles each source anew in each of its epochs, counts them, and can change the weights during the run.
 ///
 /// ```
-/// use overdrive_datasets::{DataLoader, DataLoaderOptions, Mixture, SampledBatches, Shard, TextLines, TextOptions};
+/// use overdrive_datasets::{DataLoader, Mixture, SampledBatches, Shard, TextLines, TextOptions, WorkerOptions};
 /// # let dir = tempfile::tempdir().unwrap();
 /// # let open = |name: &str, count: usize| {
 /// #     std::fs::write(dir.path().join(name), format!("{name}\n").repeat(count)).unwrap();
@@ -29,8 +29,7 @@ const SOURCE_STREAM: u32 = 0x4D49_5854;
 /// let mixture = Mixture::new(vec![("code".to_owned(), code), ("prose".to_owned(), prose)])?;
 /// let sampler = mixture.sampler(&[0.5, 0.5], 42)?;
 /// let batches = SampledBatches::new(sampler.clone(), 10, false, Shard::default())?;
-/// let options = DataLoaderOptions { batch_size: 10, ..Default::default() };
-/// let mut loader = DataLoader::with(mixture, batches, Ok, options)?;
+/// let mut loader = DataLoader::with(mixture, batches, Ok, WorkerOptions::default())?;
 /// let first: Vec<String> = loader.epoch().take(50).collect::<Result<Vec<_>, _>>()?.concat();
 /// let code = first.iter().filter(|text| *text == "code").count();
 /// assert!((200..300).contains(&code));

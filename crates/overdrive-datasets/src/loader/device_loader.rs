@@ -349,7 +349,6 @@ mod tests {
                 batch_size: 1,
                 ..Default::default()
             };
-            let batches = options.batches(3).expect("three");
             let of_batch = Arc::clone(&calls);
             let noted = move |rows: Vec<usize>| {
                 Ok(Noted {
@@ -357,7 +356,7 @@ mod tests {
                     calls: Arc::clone(&of_batch),
                 })
             };
-            let loader = DataLoader::with(Numbers, batches, noted, options).expect("three");
+            let loader = DataLoader::with_collate(Numbers, noted, options).expect("three");
             let loader = DeviceLoader::new(loader, Device::Cpu);
             // Works as on a GPU, but with a stream of the CPU, which runs its work at once.
             let mut loader = DeviceLoader {

@@ -17,6 +17,12 @@ pub trait BatchSampler: Send + Sync {
     /// Returns the records of batch `number` (below [`BatchSampler::len`]) of an epoch.
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize>;
 
+    /// Returns the number of records of a batch, over all processes; 0 if it is unknown or differs between batches.
+    /// Loaders keep it in their state, so that a run resumes at the same record with another one.
+    fn joint_batch_size(&self) -> usize {
+        0
+    }
+
     /// Returns the number of records in a group, if the order of the records depends on it; else 0. Loaders keep it
     /// in their state.
     fn group_len(&self) -> usize {
@@ -37,6 +43,10 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
         (**self).batch(epoch, number)
+    }
+
+    fn joint_batch_size(&self) -> usize {
+        (**self).joint_batch_size()
     }
 
     fn group_len(&self) -> usize {
@@ -94,6 +104,10 @@ impl<S: Sampler> BatchSampler for SampledBatches<S> {
             .map(|position| self.sampler.index(epoch, self.shard.global(position, len)))
             .collect()
     }
+
+    fn joint_batch_size(&self) -> usize {
+        self.shard.joint(self.batch_size)
+    }
 }
 
 /// The batches of another sampler, sharded over processes: of `world_size` consecutive batches, each process takes
@@ -131,6 +145,10 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
         self.batch_in_groups_of(0, epoch, number)
+    }
+
+    fn joint_batch_size(&self) -> usize {
+        self.shard.joint(self.batches.joint_batch_size())
     }
 
     fn group_len(&self) -> usize {
@@ -186,6 +204,10 @@ impl BatchSampler for ConsecutiveBatches {
             .saturating_add(number);
         let start = batch.saturating_mul(self.batch_size);
         (start..start.saturating_add(self.batch_size)).collect()
+    }
+
+    fn joint_batch_size(&self) -> usize {
+        self.batch_size
     }
 }
 

@@ -100,6 +100,10 @@ impl BatchSampler for LengthGroupedBatches {
         self.batch_in_groups_of(0, epoch, number)
     }
 
+    fn joint_batch_size(&self) -> usize {
+        self.batch_size
+    }
+
     /// Even few records are divided into four groups: with a single group all epochs would be equal.
     fn group_len(&self) -> usize {
         let batches = GROUP.min((self.len(0) / 4).max(1));

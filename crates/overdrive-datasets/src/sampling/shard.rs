@@ -62,6 +62,11 @@ impl Shard {
         }
     }
 
+    /// Returns the number of items of all processes when each has `items` of them.
+    pub(crate) fn joint(&self, items: usize) -> usize {
+        items.saturating_mul(self.world_size)
+    }
+
     /// Returns the index among all `len` items of the share's item `position`. `len` must not be 0.
     pub fn global(&self, position: usize, len: usize) -> usize {
         // With `Repeat` the last round may pass the end, and starts again from the first items.

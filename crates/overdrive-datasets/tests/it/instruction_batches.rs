@@ -89,7 +89,7 @@ fn loader(
     };
     let rows = SequenceRows::new(Arc::clone(data), Arc::new(plan));
     let collate = move |rows: Vec<_>| collate(&rows, kind.layout);
-    let loader = DataLoader::with(rows, batches, collate, options).unwrap();
+    let loader = DataLoader::with(rows, batches, collate, options.workers()).unwrap();
     DeviceLoader::new(loader, Device::Cpu)
 }
 

@@ -1,8 +1,8 @@
 //! Mixtures: shares, epochs of each source, stages, and the same order however it is read.
 
 use overdrive_datasets::{
-    BatchSampler, DataLoader, DataLoaderOptions, Dataset, InMemory, LastShare, LoaderState,
-    Mixture, MixtureSampler, SampledBatches, Sampler, Shard, ShardedBatches,
+    BatchSampler, DataLoader, Dataset, InMemory, LastShare, LoaderState, Mixture, MixtureSampler,
+    SampledBatches, Sampler, Shard, ShardedBatches, WorkerOptions,
 };
 use proptest::prelude::*;
 
@@ -139,10 +139,9 @@ fn a_loader_resumes_anywhere_with_any_number_of_workers() {
     let loader = |num_workers| {
         let mixture = mixture(&[50, 20]);
         let batches = SampledBatches::new(order.clone(), 3, false, Shard::default()).unwrap();
-        let options = DataLoaderOptions {
-            batch_size: 3,
+        let options = WorkerOptions {
             num_workers,
-            ..DataLoaderOptions::default()
+            ..WorkerOptions::default()
         };
         DataLoader::with(mixture, batches, Ok, options).unwrap()
     };

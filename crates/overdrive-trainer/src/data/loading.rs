@@ -108,12 +108,7 @@ impl<'a> Loading<'a> {
             batch => batch,
         };
         let batches = ShardedBatches::new(batches, self.shard(&options)?);
-        // Stored with the position, so that a run with a different number of processes can resume.
-        let options = DataLoaderOptions {
-            world_size: self.shard.world_size(),
-            ..options
-        };
-        let loader = DataLoader::with(rows, batches, collate, options)?;
+        let loader = DataLoader::with(rows, batches, collate, options.workers())?;
         // Copies a batch to the device while the model computes on the previous batch.
         let mut loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
         if let Some(mixture) = mixture {

@@ -74,8 +74,7 @@ pub fn load_seq2seq(
         ..Seq2SeqPadding::default()
     };
     let collate = move |rows: Vec<Seq2SeqExample>| collate_seq2seq(&rows, padding);
-    let batches = options.batches(examples.len())?;
-    let loader = DataLoader::with(InMemory(examples.to_vec()), batches, collate, options)?;
+    let loader = DataLoader::with_collate(InMemory(examples.to_vec()), collate, options)?;
     Ok(DeviceLoader::new(loader, device))
 }
 
