@@ -4,7 +4,8 @@ use std::path::Path;
 
 use overdrive_core::check_option;
 
-use crate::{FieldRecords, FieldRow, Permutation, Result};
+use crate::transform::{split_indices, test_len};
+use crate::{FieldRecords, FieldRow, Result};
 
 /// The texts of a file with the class of each, in memory: the data of a sequence classifier.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -121,10 +122,8 @@ impl LabeledTexts {
             format!("{len} rows"),
             "at least two, to train and to test",
         )?;
-        let tested = ((len as f64 * held_out).round() as usize).clamp(1, len - 1);
-        let order = Permutation::new(len, seed, 0);
-        let mut order: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
-        let train = order.split_off(tested);
+        let tested = test_len(len, held_out).clamp(1, len - 1);
+        let (train, test) = split_indices(len, tested, seed);
         let first = self.classes[train[0]];
         check_option(
             self.labels.len() < 2 || train.iter().any(|&index| self.classes[index] != first),
@@ -138,7 +137,7 @@ impl LabeledTexts {
                 self.labels[first as usize]
             ),
         )?;
-        Ok((train, order))
+        Ok((train, test))
     }
 }
 
@@ -182,6 +181,7 @@ fn checked_label(row: &FieldRow<'_>, column: &str, labels: Option<&[String]>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Dataset, DatasetExt, InMemory};
 
     fn open(name: &str, content: &str, labels: Option<&[String]>) -> Result<LabeledTexts> {
         let dir = tempfile::tempdir().unwrap();
@@ -292,6 +292,13 @@ mod tests {
         let data = open("rows.csv", &format!("text,label\n{content}"), None).unwrap();
         let (train, test) = data.split(0.3, 1).unwrap();
         assert_eq!((train.len(), test.len()), (7, 3));
+        // The same records as of any other dataset.
+        let split = InMemory((0..10).collect::<Vec<usize>>())
+            .split(0.3, 1)
+            .unwrap();
+        let mut same: Vec<usize> = (0..3).map(|index| split.test.get(index).unwrap()).collect();
+        same.sort_unstable();
+        assert_eq!(test, same);
         let mut all = [train.clone(), test.clone()].concat();
         all.sort_unstable();
         assert_eq!(all, (0..10).collect::<Vec<_>>());
