@@ -29,8 +29,7 @@ pub fn load_pictures(
         world_size: shard.world_size(),
         ..DataLoaderOptions::default()
     };
-    let batches = options.batches(count)?;
-    let loader = DataLoader::with(Pictures { seed, count }, batches, collate, options)?;
+    let loader = DataLoader::with_collate(Pictures { seed, count }, collate, options)?;
     Ok(DeviceLoader::new(loader, shard.device()))
 }
 

@@ -73,10 +73,9 @@ pub(crate) fn train(
         batch_size: 4,
         ..DataLoaderOptions::default()
     };
-    let batches = options.batches(options.batch_size)?;
     let collate = |rows: Vec<()>| Ok(tokens(rows.len() as i64, 64, Device::Cpu)?);
     let rows = InMemory(vec![(); options.batch_size]);
-    let loader = DataLoader::with(rows, batches, collate, options)?;
+    let loader = DataLoader::with_collate(rows, collate, options)?;
     let mut loader = DeviceLoader::new(loader, device);
     let group = ProcessGroup::single();
     let folder = arguments.output_dir.as_ref();

@@ -67,15 +67,14 @@ fn main() -> Outcome<()> {
         "", "batches", "padding", "tokens per position", "batches/s"
     );
 
-    let shard = Shard::default();
     let random = RandomSampler::new(lengths.len(), 1);
-    let random = SampledBatches::new(random, BATCH, false, shard)?;
-    let grouped = LengthGroupedBatches::new(lengths.clone(), BATCH, false, 1, shard)?;
+    let random = SampledBatches::new(random, BATCH, false, Shard::default())?;
+    let grouped = LengthGroupedBatches::new(lengths.clone(), BATCH, false, 1)?;
     let budget = TokenBudgetOptions {
         max_tokens: BATCH * MAX_LENGTH / 4,
         ..TokenBudgetOptions::default()
     };
-    let budget = TokenBudgetBatches::new(lengths.clone(), budget, shard)?;
+    let budget = TokenBudgetBatches::new(lengths.clone(), budget)?;
     let before = measure(
         "random order, 16 records a batch",
         &random,

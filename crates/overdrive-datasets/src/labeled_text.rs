@@ -3,12 +3,9 @@
 use std::path::Path;
 
 use overdrive_core::check_option;
-use serde_json::{Map, Value};
 
-use crate::records::RecordFormat;
-use crate::{
-    CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, RecordFiles, Result,
-};
+use crate::transform::{split_indices, test_len};
+use crate::{FieldRecords, FieldRow, Result};
 
 /// The texts of a file with the class of each, in memory: the data of a sequence classifier.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,9 +19,9 @@ pub struct LabeledTexts {
 }
 
 impl LabeledTexts {
-    /// Reads the columns `text` and `label` of a CSV, TSV, JSON or JSON Lines file, according to its extension. A
-    /// label is a string, a number or a boolean; white space around it is removed. `labels` are the classes of an
-    /// existing model; `None` takes those of the file.
+    /// Reads the columns `text` and `label` of a file in one of the formats of [`FieldRecords`], according to its
+    /// extension. A label is a string, a number or a boolean; white space around it is removed. `labels` are the classes
+    /// of an existing model; `None` takes those of the file.
     ///
     /// ```
     /// use overdrive_datasets::LabeledTexts;
@@ -47,10 +44,15 @@ impl LabeledTexts {
         labels: Option<&[String]>,
     ) -> Result<Self> {
         let path = path.as_ref();
-        let rows = match RecordFormat::of(path) == Some(RecordFormat::Csv) {
-            true => csv_rows(path, text, label, labels)?,
-            false => json_rows(path, text, label, labels)?,
-        };
+        let records = FieldRecords::open([path])?;
+        records.check_field("text_column", text)?;
+        records.check_field("label_column", label)?;
+        let rows = (0..records.len()).map(|index| {
+            let row = records.row(index)?;
+            let own = checked_label(&row, label, labels)?;
+            Ok((row.required_text(text)?.into_owned(), own))
+        });
+        let rows = rows.collect::<Result<Vec<(String, String)>>>()?;
         let expected = "a file with at least one row";
         check_option(!rows.is_empty(), "data", path.display(), expected)?;
         let labels = match labels {
@@ -120,10 +122,8 @@ impl LabeledTexts {
             format!("{len} rows"),
             "at least two, to train and to test",
         )?;
-        let tested = ((len as f64 * held_out).round() as usize).clamp(1, len - 1);
-        let order = Permutation::new(len, seed, 0);
-        let mut order: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
-        let train = order.split_off(tested);
+        let tested = test_len(len, held_out).clamp(1, len - 1);
+        let (train, test) = split_indices(len, tested, seed);
         let first = self.classes[train[0]];
         check_option(
             self.labels.len() < 2 || train.iter().any(|&index| self.classes[index] != first),
@@ -137,7 +137,7 @@ impl LabeledTexts {
                 self.labels[first as usize]
             ),
         )?;
-        Ok((train, order))
+        Ok((train, test))
     }
 }
 
@@ -162,90 +162,26 @@ fn measured(names: &[String]) -> Option<&str> {
     Some(&names[at])
 }
 
-/// Returns the label of row `index` in the column `column`, without the white space around it.
-fn checked_label(
-    records: &RecordFiles,
-    index: usize,
-    column: &str,
-    label: &str,
-    labels: Option<&[String]>,
-) -> Result<String> {
-    records.read(index, |_| {
-        let label = label.trim();
-        match labels {
-            _ if label.is_empty() => Err(format!(
-                "`{column}` is blank; it must be the name of a class: fill it in, or remove the row"
-            )),
-            Some(labels) if labels.iter().all(|known| known != label) => Err(format!(
-                "`{column}` is {label}; it must be one of {}",
-                labels.join(", ")
-            )),
-            _ => Ok(label.to_owned()),
-        }
-    })
-}
-
-fn csv_rows(
-    path: &Path,
-    text: &str,
-    label: &str,
-    labels: Option<&[String]>,
-) -> Result<Vec<(String, String)>> {
-    let records = CsvRecords::open([path], &CsvOptions::default())?;
-    let columns = records.columns();
-    for (option, column) in [("text_column", text), ("label_column", label)] {
-        check_option(
-            columns.position(column).is_some(),
-            option,
-            column,
-            format!(
-                "one of {}, the columns of {}",
-                columns.names().join(", "),
-                path.display()
-            ),
-        )?;
+/// Returns the label of a row in the column `column`, without the white space around it.
+fn checked_label(row: &FieldRow<'_>, column: &str, labels: Option<&[String]>) -> Result<String> {
+    let label = row.required_text(column)?;
+    let label = label.trim();
+    match labels {
+        _ if label.is_empty() => Err(row.error(format!(
+            "`{column}` is blank; it must be the name of a class: fill it in, or remove the row"
+        ))),
+        Some(labels) if labels.iter().all(|known| known != label) => Err(row.error(format!(
+            "`{column}` is {label}; it must be one of {}",
+            labels.join(", ")
+        ))),
+        _ => Ok(label.to_owned()),
     }
-    (0..records.len())
-        .map(|index| {
-            let row = records.get(index)?;
-            let field = |column| row.get(column).unwrap_or_default();
-            let own = checked_label(records.records(), index, label, field(label), labels)?;
-            Ok((field(text).to_owned(), own))
-        })
-        .collect()
-}
-
-fn json_rows(
-    path: &Path,
-    text: &str,
-    label: &str,
-    labels: Option<&[String]>,
-) -> Result<Vec<(String, String)>> {
-    let records = JsonRecords::<Map<String, Value>>::open([path], &JsonOptions::default())?;
-    (0..records.len())
-        .map(|index| {
-            let row = records.get(index)?;
-            let field = |column: &str| {
-                records.records().read(index, |_| match row.get(column) {
-                    Some(Value::String(text)) => Ok(text.clone()),
-                    Some(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
-                    other => {
-                        let found = other.map_or("missing".to_owned(), Value::to_string);
-                        Err(format!(
-                            "`{column}` is {found}; it must be a string, a number or a boolean"
-                        ))
-                    }
-                })
-            };
-            let own = checked_label(records.records(), index, label, &field(label)?, labels)?;
-            Ok((field(text)?, own))
-        })
-        .collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{Dataset, DatasetExt, InMemory};
 
     fn open(name: &str, content: &str, labels: Option<&[String]>) -> Result<LabeledTexts> {
         let dir = tempfile::tempdir().unwrap();
@@ -283,8 +219,9 @@ mod tests {
         let label = message("rows.csv", "text,label\nx,no\n", Some(&own));
         let problem = "rows.csv, record 0 (byte 11): `label` is no; it must be one of yes";
         assert!(label.ends_with(problem), "{label}");
-        let missing = message("rows.jsonl", "{\"text\": \"x\"}\n", None);
-        let problem = "rows.jsonl, record 0 (byte 0): `label` is missing; it must be a string, a number or a boolean";
+        let rows = "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"x\"}\n";
+        let missing = message("rows.jsonl", rows, None);
+        let problem = "rows.jsonl, record 1 (byte 25): `label` is missing; it must be a string, a number or a boolean";
         assert!(missing.ends_with(problem), "{missing}");
         for (name, content) in [
             ("rows.csv", "text,label\nx,yes\ny, \nz,no\n"),
@@ -355,6 +292,13 @@ mod tests {
         let data = open("rows.csv", &format!("text,label\n{content}"), None).unwrap();
         let (train, test) = data.split(0.3, 1).unwrap();
         assert_eq!((train.len(), test.len()), (7, 3));
+        // The same records as of any other dataset.
+        let split = InMemory((0..10).collect::<Vec<usize>>())
+            .split(0.3, 1)
+            .unwrap();
+        let mut same: Vec<usize> = (0..3).map(|index| split.test.get(index).unwrap()).collect();
+        same.sort_unstable();
+        assert_eq!(test, same);
         let mut all = [train.clone(), test.clone()].concat();
         all.sort_unstable();
         assert_eq!(all, (0..10).collect::<Vec<_>>());

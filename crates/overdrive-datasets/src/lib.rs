@@ -112,6 +112,8 @@ pub mod prelude;
 #[cfg(feature = "tokenizers")]
 mod progress_bar;
 mod range_source;
+#[cfg(any(feature = "image", feature = "parquet", feature = "speech"))]
+mod read_failure;
 mod records;
 mod sampling;
 pub mod store_format;
@@ -155,7 +157,9 @@ pub use loader::{
     Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
     SpeechBatch, SpeechExample, collate, collate_masked, collate_seq2seq, collate_speech,
 };
-pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
+pub use loader::{
+    DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows, WorkerOptions,
+};
 #[cfg(all(feature = "tch", feature = "image"))]
 pub use loader::{ImageBatch, collate_captions, collate_images};
 pub use mixture::{Mixture, MixtureSampler};
@@ -177,9 +181,9 @@ pub use range_source::{RangeSource, register_source, registered_source};
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{
-    CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
-    RecordFormat, RecordLocation, SampleBy, TextLines, TextOptions, WebDataset, WebSample,
-    find_files,
+    CsvColumns, CsvOptions, CsvRecords, CsvRow, FieldRecords, FieldRow, JsonLayout, JsonOptions,
+    JsonRecords, RecordFiles, RecordFormat, RecordLocation, SampleBy, TextLines, TextOptions,
+    WebDataset, WebSample, find_files,
 };
 pub use sampling::{
     BatchSampler, ConsecutiveBatches, LastShare, LengthGroupedBatches, Lengths, Permutation,

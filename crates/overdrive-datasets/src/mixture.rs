@@ -7,7 +7,7 @@ use overdrive_core::random::random_u64;
 use overdrive_core::{check_option, check_positive};
 
 use crate::sampling::{MIN_SHARE, Permutation, Sampler, WeightPattern};
-use crate::{Dataset, Error, Result};
+use crate::{Dataset, Error, LoaderState, Result};
 
 /// The stream of random numbers that gives each source its seed (see [`overdrive_core::random::random_u64`]).
 const SOURCE_STREAM: u32 = 0x4D49_5854;
@@ -19,7 +19,7 @@ const SOURCE_STREAM: u32 = 0x4D49_5854;
 /// epochs: it shuffles each source anew in each of its epochs, counts them, and can change the weights during the run.
 ///
 /// ```
-/// use overdrive_datasets::{DataLoader, DataLoaderOptions, Mixture, SampledBatches, Shard, TextLines, TextOptions};
+/// use overdrive_datasets::{DataLoader, Mixture, SampledBatches, Shard, TextLines, TextOptions, WorkerOptions};
 /// # let dir = tempfile::tempdir().unwrap();
 /// # let open = |name: &str, count: usize| {
 /// #     std::fs::write(dir.path().join(name), format!("{name}\n").repeat(count)).unwrap();
@@ -28,13 +28,13 @@ const SOURCE_STREAM: u32 = 0x4D49_5854;
 /// let (code, prose) = (open("code", 900)?, open("prose", 100)?);
 /// let mixture = Mixture::new(vec![("code".to_owned(), code), ("prose".to_owned(), prose)])?;
 /// let sampler = mixture.sampler(&[0.5, 0.5], 42)?;
-/// let batches = SampledBatches::new(sampler, 10, false, Shard::default())?;
-/// let mut loader = DataLoader::with(mixture, batches, Ok, DataLoaderOptions::default())?;
+/// let batches = SampledBatches::new(sampler.clone(), 10, false, Shard::default())?;
+/// let mut loader = DataLoader::with(mixture, batches, Ok, WorkerOptions::default())?;
 /// let first: Vec<String> = loader.epoch().take(50).collect::<Result<Vec<_>, _>>()?.concat();
 /// let code = first.iter().filter(|text| *text == "code").count();
 /// assert!((200..300).contains(&code));
 /// // Half of 500 records are prose, of which there are 100.
-/// let epochs = loader.source_epochs();
+/// let epochs = sampler.source_epochs(&loader.state_dict());
 /// assert_eq!(epochs[1].0, "prose");
 /// assert!((2.0..3.0).contains(&epochs[1].1));
 /// # Ok::<(), overdrive_datasets::Error>(())
@@ -216,6 +216,18 @@ impl MixtureSampler {
         Ok(self)
     }
 
+    /// Returns the passes over each source before the position of a loader, over all processes, with the name of the
+    /// source.
+    pub fn source_epochs(&self, state: &LoaderState) -> Vec<(String, f64)> {
+        let records = state.next_batch.saturating_mul(state.joint_batch_size);
+        let position = self.position(state.epoch, records.min(self.len()));
+        let read = self.stage(position).read_before(position);
+        let sources = self.places.iter().zip(read);
+        sources
+            .map(|(place, read)| (place.name.clone(), read as f64 / place.len as f64))
+            .collect()
+    }
+
     /// Returns the stage of a position of the run.
     fn stage(&self, position: usize) -> &Stage {
         let after = self.stages.partition_point(|stage| stage.start <= position);
@@ -244,15 +256,6 @@ impl Sampler for MixtureSampler {
         let seed = random_u64(self.seed, SOURCE_STREAM, number as u64);
         let order = Permutation::new(place.len, seed, (read / place.len) as u64);
         place.first + order.apply(read % place.len)
-    }
-
-    fn source_epochs(&self, epoch: u64, position: usize) -> Vec<(String, f64)> {
-        let position = self.position(epoch, position);
-        let read = self.stage(position).read_before(position);
-        let sources = self.places.iter().zip(read);
-        sources
-            .map(|(place, read)| (place.name.clone(), read as f64 / place.len as f64))
-            .collect()
     }
 }
 

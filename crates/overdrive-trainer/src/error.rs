@@ -144,21 +144,6 @@ pub enum Error {
         kind: &'static str,
     },
 
-    /// A file needs a feature with which the program was not built.
-    #[error(
-        "{} cannot be read: this program was built without {format}; build it with \
-         `--features {feature}`, or convert the file to JSON Lines",
-        path.display()
-    )]
-    NotBuilt {
-        /// The file.
-        path: PathBuf,
-        /// The format that cannot be read.
-        format: &'static str,
-        /// The feature that reads it.
-        feature: &'static str,
-    },
-
     /// An error of the optimizer or the learning-rate schedule.
     #[error(transparent)]
     Schedule(#[from] overdrive_optim::Error),

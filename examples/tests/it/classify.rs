@@ -208,7 +208,7 @@ fn masked_tokens_from_a_loader_are_learned() {
     let collate = move |epoch: u64, rows: Vec<(usize, Vec<i64>)>| {
         collate_masked(&masking, epoch, &rows, RowLayout::default())
     };
-    let mut loader = DataLoader::with_indices(Rising, batches, collate, options).unwrap();
+    let mut loader = DataLoader::with_indices(Rising, batches, collate, options.workers()).unwrap();
     for family in EncoderFamily::ALL {
         let mut config = EncoderConfig::new(family);
         (

@@ -35,9 +35,8 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
         batch_size: 2,
         ..DataLoaderOptions::default()
     };
-    let batches = options.batches(rows.len()).unwrap();
     let collate = move |rows: Vec<_>| collate(&rows, layout);
-    let loader = DataLoader::with(InMemory(rows.to_vec()), batches, collate, options).unwrap();
+    let loader = DataLoader::with_collate(InMemory(rows.to_vec()), collate, options).unwrap();
     let mut loader = DeviceLoader::new(loader, Device::Cpu);
     let options = RunOptions {
         precision: Some(precision),

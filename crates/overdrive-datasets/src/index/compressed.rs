@@ -2,13 +2,14 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{BufRead, Read, Write};
+use std::io::{BufRead, Read};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use flate2::bufread::{GzDecoder, MultiGzDecoder};
-use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
+use flate2::bufread::MultiGzDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 
 use overdrive_core::Error as CommonError;
 use overdrive_core::files::FileMap;
@@ -21,6 +22,9 @@ use crate::{Error, Result};
 const MAX_BLOCK_BYTES: u64 = 16 << 20;
 /// The size of the cache of unpacked blocks per file: the next record is often in the same block.
 const CACHED_BYTES: usize = 8 << 20;
+
+/// The problem of a file of Zstandard whose end is missing.
+const TRUNCATED: &str = "the file ends within a frame: it was truncated";
 
 /// The compression of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,30 +59,15 @@ impl Compression {
         }
     }
 
-    /// Unpacks `data` into `out`, with constant memory.
-    pub(crate) fn unpack(self, data: &[u8], out: &mut impl Write) -> std::io::Result<u64> {
-        std::io::copy(&mut self.reader(data), out)
-    }
-
-    /// Unpacks a stream into `out`, with constant memory.
-    pub(crate) fn unpack_stream(
-        self,
-        reader: impl BufRead,
-        out: &mut impl Write,
-    ) -> std::io::Result<u64> {
-        match self {
-            Self::Gzip => std::io::copy(&mut MultiGzDecoder::new(reader), out),
-            Self::Zstandard => unpack_frames(reader, out),
-        }
-    }
-
-    fn reader(self, data: &[u8]) -> Box<dyn Read + '_> {
+    /// Returns a reader of what `packed` unpacks to, with constant memory.
+    pub(crate) fn reader<'a>(self, packed: impl BufRead + 'a) -> Box<dyn Read + 'a> {
         match self {
             // A gzip file may consist of several members, and all of them count.
-            Self::Gzip => Box::new(MultiGzDecoder::new(data)),
+            Self::Gzip => Box::new(MultiGzDecoder::new(packed)),
             Self::Zstandard => Box::new(Frames {
-                rest: data,
-                frame: None,
+                source: packed,
+                decoder: FrameDecoder::new(),
+                in_frame: false,
             }),
         }
     }
@@ -95,7 +84,7 @@ pub(crate) fn read_start(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let data = FileMap::open(path)?;
     let reader: Box<dyn Read> = match Compression::of(path, &data)? {
         None => Box::new(&data[..]),
-        Some(compression) => compression.reader(&data),
+        Some(compression) => compression.reader(&data[..]),
     };
     let mut start = Vec::new();
     let mut reader = reader.take(bytes);
@@ -105,34 +94,62 @@ pub(crate) fn read_start(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     Ok(start)
 }
 
-/// A reader of concatenated Zstandard frames.
-struct Frames<'a> {
-    rest: &'a [u8],
-    frame: Option<Box<StreamingDecoder<&'a [u8], FrameDecoder>>>,
+/// A reader of concatenated Zstandard frames, of which only the next bytes are in memory.
+struct Frames<R> {
+    source: R,
+    decoder: FrameDecoder,
+    in_frame: bool,
 }
 
-impl Read for Frames<'_> {
-    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
-        loop {
-            if let Some(frame) = &mut self.frame {
-                let read = frame.read(out)?;
-                if read > 0 || out.is_empty() {
-                    return Ok(read);
-                }
-                check_sum(&frame.decoder)?;
-                self.frame = None;
-            }
-            if self.rest.is_empty() {
-                return Ok(0);
-            }
-            let frame = zstandard_frame(self.rest).map_err(std::io::Error::other)?;
-            let (bytes, rest) = self.rest.split_at(frame.compressed);
-            self.rest = rest;
-            if !frame.is_skipped {
-                let decoder = StreamingDecoder::new(bytes).map_err(std::io::Error::other)?;
-                self.frame = Some(Box::new(decoder));
+impl<R: BufRead> Frames<R> {
+    /// Reads the header of the next frame that holds data; returns `false` at the end of the source.
+    fn begin_frame(&mut self) -> std::io::Result<bool> {
+        while !self.source.fill_buf()?.is_empty() {
+            let length = match self.decoder.reset(&mut self.source) {
+                Ok(()) => return Ok(true),
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
+                    length,
+                    ..
+                })) => u64::from(length),
+                Err(error) => return Err(self.problem(error)),
+            };
+            let mut skipped = self.source.by_ref().take(length);
+            if std::io::copy(&mut skipped, &mut std::io::sink())? < length {
+                return Err(std::io::Error::other(TRUNCATED));
             }
         }
+        Ok(false)
+    }
+
+    /// Returns the error of a frame: ruzstd's text about a file that ends early does not say so.
+    fn problem(&mut self, error: FrameDecoderError) -> std::io::Error {
+        match self.source.fill_buf() {
+            Ok([]) => std::io::Error::other(format!("{TRUNCATED}, or is damaged ({error})")),
+            _ => std::io::Error::other(error),
+        }
+    }
+}
+
+impl<R: BufRead> Read for Frames<R> {
+    fn read(&mut self, out: &mut [u8]) -> std::io::Result<usize> {
+        if out.is_empty() {
+            return Ok(0);
+        }
+        while self.in_frame || self.begin_frame()? {
+            self.in_frame = true;
+            while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
+                let one = BlockDecodingStrategy::UptoBlocks(1);
+                let decoded = self.decoder.decode_blocks(&mut self.source, one);
+                decoded.map_err(|error| self.problem(error))?;
+            }
+            let read = self.decoder.read(out)?;
+            if read > 0 {
+                return Ok(read);
+            }
+            check_sum(&self.decoder)?;
+            self.in_frame = false;
+        }
+        Ok(0)
     }
 }
 
@@ -148,27 +165,6 @@ fn check_sum(decoder: &FrameDecoder) -> std::io::Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-/// Unpacks concatenated Zstandard frames of a stream, of which only the next bytes are in memory.
-fn unpack_frames(mut reader: impl BufRead, out: &mut impl Write) -> std::io::Result<u64> {
-    let mut unpacked = 0;
-    while !reader.fill_buf()?.is_empty() {
-        let mut magic = [0; 4];
-        reader.read_exact(&mut magic)?;
-        if let [0x50..=0x5f, 0x2a, 0x4d, 0x18] = magic {
-            let mut size = [0; 4];
-            reader.read_exact(&mut size)?;
-            let size = u64::from(u32::from_le_bytes(size));
-            std::io::copy(&mut reader.by_ref().take(size), &mut std::io::sink())?;
-            continue;
-        }
-        let frame = (&magic[..]).chain(reader.by_ref());
-        let mut frame = StreamingDecoder::new(frame).map_err(std::io::Error::other)?;
-        unpacked += std::io::copy(&mut frame, out)?;
-        check_sum(&frame.decoder)?;
-    }
-    Ok(unpacked)
 }
 
 /// The blocks of a compressed file, each of which can be unpacked alone.
@@ -259,11 +255,19 @@ impl Blocks {
     fn block(&self, data: &[u8], number: usize) -> std::result::Result<Arc<Vec<u8>>, String> {
         // The list is valid whenever the lock is released. Nothing is unpacked under the lock.
         let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, block)) = lock().iter().find(|(other, _)| *other == number) {
-            return Ok(Arc::clone(block));
+        let find = |cache: &VecDeque<(usize, Arc<Vec<u8>>)>| {
+            let found = cache.iter().find(|(other, _)| *other == number);
+            found.map(|(_, block)| Arc::clone(block))
+        };
+        if let Some(block) = find(&lock()) {
+            return Ok(block);
         }
         let block = Arc::new(self.unpack_block(data, number)?);
         let mut cache = lock();
+        // Another thread may have unpacked it in the meantime; a second copy would displace other blocks.
+        if let Some(block) = find(&cache) {
+            return Ok(block);
+        }
         cache.push_back((number, Arc::clone(&block)));
         let mut bytes: usize = cache.iter().map(|(_, block)| block.len()).sum();
         // The cache drops its oldest blocks; a record is often read with its neighbours, and rarely again.
@@ -289,21 +293,10 @@ impl Blocks {
                 start.0
             )
         };
-        match self.compression {
-            // One byte more than expected, to detect a block that is too long.
-            Compression::Gzip => GzDecoder::new(compressed)
-                .take(expected + 1)
-                .read_to_end(&mut block)
-                .map(drop),
-            Compression::Zstandard => Frames {
-                rest: compressed,
-                frame: None,
-            }
-            .take(expected + 1)
-            .read_to_end(&mut block)
-            .map(drop),
-        }
-        .map_err(|error| damaged(error.to_string()))?;
+        // One byte more than expected, to detect a block that is too long.
+        let mut reader = self.compression.reader(compressed).take(expected + 1);
+        let read = reader.read_to_end(&mut block);
+        read.map_err(|error| damaged(error.to_string()))?;
         if block.len() as u64 != expected {
             return Err(damaged(format!(
                 "{} bytes instead of {expected}",
@@ -351,7 +344,7 @@ fn bgzf_block(data: &[u8]) -> std::result::Result<Option<Block>, String> {
 
 /// Parses the header of a Zstandard frame (RFC 8878, section 3.1) and finds its end.
 fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
-    let cut = || "the file ends within a frame: it was truncated".to_owned();
+    let cut = || TRUNCATED.to_owned();
     let magic = data.get(..4).ok_or_else(cut)?;
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18] = magic {
         let size = data.get(4..8).ok_or_else(cut)?;
@@ -429,4 +422,41 @@ pub(crate) fn unpack_to_temporary_file(
         return Err(Error::invalid_file(path, problem));
     }
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::BufReader;
+
+    use super::*;
+
+    #[test]
+    fn a_stream_of_frames_is_read_to_its_end_and_one_that_ends_within_a_frame_is_an_error() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/compressed");
+        let frames = std::fs::read(folder.join("frames.txt.zst")).unwrap();
+        let skipped = [&[0x5a, 0x2a, 0x4d, 0x18, 3, 0, 0, 0][..], b"abc"].concat();
+        let packed = [&skipped[..], &frames, &skipped].concat();
+        let read = |bytes: usize| {
+            let packed = BufReader::with_capacity(7, &packed[..bytes]);
+            let mut unpacked = Vec::new();
+            let mut reader = Compression::Zstandard.reader(packed);
+            reader.read_to_end(&mut unpacked).map(|_| unpacked)
+        };
+        let all = read(packed.len()).unwrap();
+        assert_eq!(all.iter().filter(|&&byte| byte == b'\n').count(), 3000);
+        let mut ends = vec![0];
+        while ends[ends.len() - 1] < packed.len() {
+            let start = ends[ends.len() - 1];
+            ends.push(start + zstandard_frame(&packed[start..]).unwrap().compressed);
+        }
+        for end in (0..=packed.len()).step_by(97).chain(ends.clone()) {
+            match read(end) {
+                Ok(start) => assert!(ends.contains(&end) && all.starts_with(&start), "{end}"),
+                Err(error) => {
+                    assert!(!ends.contains(&end), "{end}: {error}");
+                    assert!(error.to_string().starts_with(TRUNCATED), "{end}: {error}");
+                }
+            }
+        }
+    }
 }

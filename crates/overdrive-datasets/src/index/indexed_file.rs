@@ -2,13 +2,11 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Seek, SeekFrom, Write};
+use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-use tempfile::NamedTempFile;
 
 use overdrive_core::Error as CommonError;
 use overdrive_core::files::{self, FileMap};
@@ -183,7 +181,9 @@ impl IndexedFile {
                         IndexLocation::Folder(folder) => folder.clone(),
                         _ => cache_dir("unpacked")?,
                     };
-                    let unpacked = unpacked(compression, path, &map, identity, &folder)?;
+                    let (key, reader) = (identity.unpacked_key(), compression.reader(&map[..]));
+                    let check = || identity.state.check(path);
+                    let unpacked = unpack_to_cache(path, key, &folder, reader, check)?;
                     let (mut file, report) = Self::open(&unpacked, scan, options, keep_mapped)?;
                     // Error messages name the file that the user gave, and not the unpacked one.
                     file.path = path.to_owned();
@@ -403,23 +403,19 @@ pub(crate) fn unpacked_source(
         .field(b"unpacked remote 1")
         .field(&digest_of_source(path, source.as_ref()).0)
         .finish();
-    let unpack = |file: &mut NamedTempFile| {
-        let reader = BufReader::with_capacity(1 << 20, RangeReader::new(Arc::clone(source)));
-        let bytes = compression.unpack_stream(reader, file);
-        let bytes = bytes.map_err(read_error("unpack", path))?;
-        source.check_unchanged()?;
-        Ok(bytes)
-    };
-    unpacked_once(path, name, &cache_dir("unpacked")?, unpack).map(Some)
+    let packed = BufReader::with_capacity(1 << 20, RangeReader::new(Arc::clone(source)));
+    let (reader, folder) = (compression.reader(packed), cache_dir("unpacked")?);
+    unpack_to_cache(path, name, &folder, reader, || source.check_unchanged()).map(Some)
 }
 
-/// Returns the file with the unpacked content of the compressed one at `path`, which `unpack` writes if `folder`
-/// does not have it under `key`.
-fn unpacked_once(
+/// Returns the file with the unpacked content of the compressed one at `path`: what `reader` reads, unless `folder` has
+/// it under `key`. `check` finds a change of the file in the meantime.
+fn unpack_to_cache(
     path: &Path,
     key: Sha256Digest,
     folder: &Path,
-    unpack: impl FnOnce(&mut NamedTempFile) -> Result<u64>,
+    mut reader: Box<dyn Read + '_>,
+    check: impl FnOnce() -> Result<()>,
 ) -> Result<PathBuf> {
     let unpacked = folder.join(format!("{}.unpacked", key.short()));
     let open = || Ok(is_intact(&unpacked)?.then_some(()));
@@ -427,7 +423,8 @@ fn unpacked_once(
         let (from, to) = (path.display(), unpacked.display());
         tracing::info!("unpacking {from} into {to}; delete it when it is no longer needed");
         let mut file = files::unfinished(&unpacked)?;
-        let bytes = unpack(&mut file)?;
+        let bytes = std::io::copy(&mut reader, &mut file).map_err(read_error("unpack", path))?;
+        check()?;
         commit_with_digest(file, &unpacked)?;
         tracing::info!("{from} has {bytes} bytes unpacked, in {to}");
         Ok(())
@@ -438,7 +435,6 @@ fn unpacked_once(
 }
 
 fn read_range(path: &Path, range: &Range<u64>) -> Result<Vec<u8>> {
-    use std::io::Read;
     let mut file = File::open(path).map_err(CommonError::io("open", path))?;
     file.seek(SeekFrom::Start(range.start))
         .map_err(CommonError::io("read", path))?;
@@ -446,22 +442,6 @@ fn read_range(path: &Path, range: &Range<u64>) -> Result<Vec<u8>> {
     file.read_exact(&mut bytes)
         .map_err(CommonError::io("read", path))?;
     Ok(bytes)
-}
-
-/// Returns the file with the unpacked content of a compressed one, unpacking it if necessary.
-fn unpacked(
-    compression: Compression,
-    path: &Path,
-    data: &[u8],
-    identity: Identity,
-    folder: &Path,
-) -> Result<PathBuf> {
-    unpacked_once(path, identity.unpacked_key(), folder, |file| {
-        let bytes = compression.unpack(data, file);
-        let bytes = bytes.map_err(CommonError::io("unpack", path))?;
-        identity.state.check(path)?;
-        Ok(bytes)
-    })
 }
 
 /// Returns the path of the index of the file at `path`; `None` if it is not written to a file.

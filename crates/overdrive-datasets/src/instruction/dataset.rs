@@ -14,16 +14,12 @@ use super::scan::{Outcome, Scanned, digest_of, examine};
 use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
 use crate::records::{guessed_scan, without_separator};
-use crate::transform::SortedIndices;
+use crate::transform::{SortedIndices, split_indices, test_len};
 use crate::{
     Dataset, Error, IndexOptions, RecordFiles, RecordNumber, Result, Sha256Digest,
     TokenizedExample, find_files,
 };
 use overdrive_core::check_fraction;
-use overdrive_core::random::uniform_below;
-
-/// The stream of random numbers that splits use (see [`overdrive_core::random::random_u64`]).
-const SPLIT_STREAM: u32 = 0x5117;
 
 /// The handling of invalid records.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -374,8 +370,8 @@ impl InstructionDataset {
             .map_err(|problem| self.bad_record(number, problem))
     }
 
-    /// Splits the examples into training and validation, in this order. `fraction` of the examples (rounded down,
-    /// but at least one if it is above 0) are held out; which ones depends on the seed alone.
+    /// Splits the examples into training and validation, in this order. `fraction` of the examples (rounded to the nearest
+    /// number, but at least one if it is above 0) are held out; which ones depends on the seed alone.
     ///
     /// # Errors
     /// [`Error::Common`] for a fraction outside `[0, 1)`; [`Error::TooFew`] if no example would be left to train
@@ -388,7 +384,7 @@ impl InstructionDataset {
         check_fraction("validation_fraction", fraction)?;
         let len = self.len();
         let held_out = match fraction > 0.0 {
-            true => ((len as f64 * fraction) as usize).max(1),
+            true => test_len(len, fraction).max(1),
             false => 0,
         };
         if held_out >= len {
@@ -399,14 +395,9 @@ impl InstructionDataset {
                 remedy: "give more records or a smaller validation_fraction",
             });
         }
-        let order = permutation(len, seed);
-        let take = |chosen: &[u32]| {
-            let mut chosen: Vec<usize> = chosen.iter().map(|&index| index as usize).collect();
-            // Sorted, so that reading goes through the files in order and the list compresses.
-            chosen.sort_unstable();
-            self.subset(&chosen)
-        };
-        Ok((take(&order[held_out..])?, take(&order[..held_out])?))
+        // Sorted, so that reading goes through the files in order and the list compresses.
+        let (train, held_out) = split_indices(len, held_out, seed);
+        Ok((self.subset(&train)?, self.subset(&held_out)?))
     }
 
     /// Returns a dataset of the examples with these indices, in this order. Its report is that of the files.
@@ -485,17 +476,6 @@ impl Dataset for InstructionDataset {
             None => self.files.check_unchanged(),
         }
     }
-}
-
-/// Returns the numbers below `len` in a random order under `seed` (the shuffle of Fisher and Yates).
-fn permutation(len: usize, seed: u64) -> Vec<u32> {
-    let mut order: Vec<u32> = (0..u32::try_from(len).unwrap_or(u32::MAX)).collect();
-    for last in (1..order.len()).rev() {
-        let draw = last as u64;
-        let other = uniform_below(draw + 1, seed, SPLIT_STREAM, draw) as usize;
-        order.swap(last, other);
-    }
-    order
 }
 
 impl fmt::Display for InstructionReport {

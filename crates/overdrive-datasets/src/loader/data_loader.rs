@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::DataLoaderOptions;
 use super::workers::{Next, Source, Workers};
+use super::{DataLoaderOptions, WorkerOptions};
 use crate::sampling::BatchSampler;
 use crate::{Dataset, ErrorLog, Result};
 use overdrive_core::{check_option, check_positive};
@@ -42,7 +42,7 @@ pub struct DataLoader<T> {
     // This field comes first, so that the threads have ended before the other fields are dropped.
     workers: Option<Workers<T>>,
     source: Arc<Source<T>>,
-    options: DataLoaderOptions,
+    options: WorkerOptions,
     state: LoaderState,
     stats: LoaderStats,
     log: Arc<ErrorLog>,
@@ -61,7 +61,7 @@ pub struct LoaderState {
     pub next_batch: usize,
     /// The number of batches of the epoch, on each process; 0 if the state does not store it.
     pub batches: usize,
-    /// The number of records of a batch, over all processes; 0 if the state does not store it.
+    /// The number of records of a batch, over all processes ([`BatchSampler::joint_batch_size`]); 0 if it is unknown.
     pub joint_batch_size: usize,
     /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which stays the same over
     /// the whole run; 0 without groups, or if the state does not store it.
@@ -130,8 +130,7 @@ impl<I: Send + 'static> DataLoader<Vec<I>> {
     where
         D: Dataset<Item = I> + 'static,
     {
-        let batches = options.batches(dataset.len())?;
-        Self::with(dataset, batches, Ok, options)
+        Self::with_collate(dataset, Ok, options)
     }
 }
 
@@ -149,24 +148,16 @@ impl<T: Send + 'static> DataLoader<T> {
         C: Fn(Vec<D::Item>) -> Result<T> + Send + Sync + 'static,
     {
         let batches = options.batches(dataset.len())?;
-        Self::with(dataset, batches, collate, options)
+        Self::with(dataset, batches, collate, options.workers())
     }
 
     /// Returns a loader of the batches that `batches` lists, converted by `collate`.
     ///
-    /// The options that choose the records of a batch (`batch_size`, `shuffle`, `seed`, `drop_last`, `rank`,
-    /// `world_size`) then have no effect, except that the product of `batch_size` and `world_size` is stored in the
-    /// state, so that a loader with another product finds the position. `collate` is called as in
-    /// [`with_collate`](Self::with_collate).
+    /// `collate` is called as in [`with_collate`](Self::with_collate).
     ///
     /// # Errors
     /// Returns an error if `prefetch_factor` is 0 and there are workers.
-    pub fn with<D, B, C>(
-        dataset: D,
-        batches: B,
-        collate: C,
-        options: DataLoaderOptions,
-    ) -> Result<Self>
+    pub fn with<D, B, C>(dataset: D, batches: B, collate: C, options: WorkerOptions) -> Result<Self>
     where
         D: Dataset + 'static,
         B: BatchSampler + 'static,
@@ -192,7 +183,7 @@ impl<T: Send + 'static> DataLoader<T> {
         dataset: D,
         batches: B,
         collate: C,
-        options: DataLoaderOptions,
+        options: WorkerOptions,
     ) -> Result<Self>
     where
         D: Dataset + 'static,
@@ -296,34 +287,13 @@ impl<T: Send + 'static> DataLoader<T> {
     pub fn state_dict(&self) -> LoaderState {
         LoaderState {
             batches: self.len(),
-            joint_batch_size: self.joint_batch_size(),
+            joint_batch_size: self.source.batches.joint_batch_size(),
             group_len: match self.state.group_len {
                 0 => self.source.batches.group_len(),
                 kept => kept,
             },
             ..self.state
         }
-    }
-
-    /// Returns the passes over each source of a [`crate::Mixture`] so far, over all processes, with the name of the
-    /// source; an empty list for other data.
-    pub fn source_epochs(&self) -> Vec<(String, f64)> {
-        self.source_epochs_at(self.state)
-    }
-
-    pub(crate) fn source_epochs_at(&self, state: LoaderState) -> Vec<(String, f64)> {
-        let batches = &self.source.batches;
-        batches.source_epochs(state.epoch, state.next_batch)
-    }
-
-    /// Returns the number of records of a batch, over all processes.
-    fn joint_batch_size(&self) -> usize {
-        let DataLoaderOptions {
-            batch_size,
-            world_size,
-            ..
-        } = self.options;
-        batch_size.saturating_mul(world_size)
     }
 
     /// Resumes from `state`, with exactly the batches that followed it.
@@ -337,13 +307,15 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Returns an error if the epoch has fewer batches: the data or the options have changed.
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         let len = self.source.batches.len(state.epoch);
-        let joint_batch_size = self.joint_batch_size().max(1);
-        let next_batch = match state.joint_batch_size {
-            // The value 0 means that the state is from a version that did not store the batch size.
-            same if same == 0 || same == joint_batch_size => state.next_batch,
+        let next_batch = match (
+            state.joint_batch_size,
+            self.source.batches.joint_batch_size(),
+        ) {
+            // Without both numbers, records cannot be counted.
+            (before, now) if before == now || before == 0 || now == 0 => state.next_batch,
             // The last batches of an epoch may have fewer records, so its end is not found by counting them.
             _ if state.next_batch >= state.batches => len,
-            other => len.min(state.next_batch.saturating_mul(other) / joint_batch_size),
+            (before, now) => len.min(state.next_batch.saturating_mul(before) / now),
         };
         check_option(
             next_batch <= len,
@@ -376,11 +348,6 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Returns the log of the records that could not be read and were skipped or replaced.
     pub fn errors(&self) -> &ErrorLog {
         &self.log
-    }
-
-    /// Returns the options of the loader.
-    pub fn options(&self) -> &DataLoaderOptions {
-        &self.options
     }
 }
 

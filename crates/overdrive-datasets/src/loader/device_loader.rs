@@ -4,7 +4,7 @@ use overdrive_sys::transfer::{self, CopyEvent};
 use tch::{Device, Tensor};
 
 use super::{DataLoader, LoaderState, LoaderStats};
-use crate::Result;
+use crate::{MixtureSampler, Result};
 
 /// A batch of tensors that can be copied to a device.
 pub trait OnDevice: Sized + Send + 'static {
@@ -119,6 +119,7 @@ pub struct DeviceLoader<T> {
     device: Device,
     pin_memory: bool,
     endless: bool,
+    mixture: Option<MixtureSampler>,
     /// If `true`, the copy of the next batch starts before the current batch is returned. Without a copy,
     /// preparing a batch ahead would gain nothing and cost its memory.
     ahead: bool,
@@ -144,6 +145,7 @@ impl<T: OnDevice> DeviceLoader<T> {
             device,
             pin_memory: true,
             endless: false,
+            mixture: None,
             ahead: device.is_cuda(),
             next: None,
         }
@@ -154,6 +156,13 @@ impl<T: OnDevice> DeviceLoader<T> {
     #[must_use]
     pub fn with_pin_memory(mut self, pin_memory: bool) -> Self {
         self.pin_memory = pin_memory;
+        self
+    }
+
+    /// Sets the order of the records, by which [`source_epochs`](Self::source_epochs) counts the passes over each source.
+    #[must_use]
+    pub fn with_mixture(mut self, order: MixtureSampler) -> Self {
+        self.mixture = Some(order);
         self
     }
 
@@ -233,10 +242,11 @@ impl<T: OnDevice> DeviceLoader<T> {
         self.state
     }
 
-    /// Returns the passes over each source of a [`crate::Mixture`] so far, as [`DataLoader::source_epochs`] does; only
-    /// batches that were handed out count.
+    /// Returns the passes over each source of a mixture so far, as [`MixtureSampler::source_epochs`] does; an empty list
+    /// without [`with_mixture`](Self::with_mixture).
     pub fn source_epochs(&self) -> Vec<(String, f64)> {
-        self.loader.source_epochs_at(self.state)
+        let order = self.mixture.as_ref();
+        order.map_or_else(Vec::new, |order| order.source_epochs(&self.state))
     }
 
     /// Resumes from `state`, with exactly the batches that came after it.
@@ -339,7 +349,6 @@ mod tests {
                 batch_size: 1,
                 ..Default::default()
             };
-            let batches = options.batches(3).expect("three");
             let of_batch = Arc::clone(&calls);
             let noted = move |rows: Vec<usize>| {
                 Ok(Noted {
@@ -347,7 +356,7 @@ mod tests {
                     calls: Arc::clone(&of_batch),
                 })
             };
-            let loader = DataLoader::with(Numbers, batches, noted, options).expect("three");
+            let loader = DataLoader::with_collate(Numbers, noted, options).expect("three");
             let loader = DeviceLoader::new(loader, Device::Cpu);
             // Works as on a GPU, but with a stream of the CPU, which runs its work at once.
             let mut loader = DeviceLoader {

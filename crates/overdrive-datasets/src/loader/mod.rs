@@ -26,7 +26,7 @@ pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
 pub use device_loader::{DeviceLoader, OnDevice};
 #[cfg(all(feature = "tch", feature = "image"))]
 pub use images::{ImageBatch, collate_captions, collate_images};
-pub use options::DataLoaderOptions;
+pub use options::{DataLoaderOptions, WorkerOptions};
 #[cfg(feature = "tch")]
 pub use seq2seq::{Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, collate_seq2seq};
 pub use sequence_rows::SequenceRows;

@@ -5,6 +5,23 @@ use crate::sampling::{
 };
 use crate::{ErrorPolicy, Result};
 
+/// The options of the threads that prepare the batches of a [`crate::DataLoader`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WorkerOptions {
+    /// The number of threads; see [`DataLoaderOptions::num_workers`]. Default: 0.
+    pub num_workers: usize,
+    /// The number of batches per worker that are prepared ahead, which bounds the memory. Default: 2.
+    pub prefetch_factor: usize,
+    /// The handling of records that cannot be read. Default: [`ErrorPolicy::Stop`].
+    pub on_error: ErrorPolicy,
+}
+
+impl Default for WorkerOptions {
+    fn default() -> Self {
+        DataLoaderOptions::default().workers()
+    }
+}
+
 /// The options of a [`crate::DataLoader`], with the names and defaults of PyTorch's `DataLoader` and
 /// `DistributedSampler`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -61,6 +78,15 @@ impl DataLoaderOptions {
             false => Box::new(SequentialSampler::new(len)),
         };
         SampledBatches::new(sampler, self.batch_size, self.drop_last, self.shard()?)
+    }
+
+    /// Returns the options of the threads, for a loader of other batches ([`crate::DataLoader::with`]).
+    pub fn workers(&self) -> WorkerOptions {
+        WorkerOptions {
+            num_workers: self.num_workers,
+            prefetch_factor: self.prefetch_factor,
+            on_error: self.on_error,
+        }
     }
 
     /// Returns the shard of this process, for custom samplers.

@@ -5,11 +5,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
 use symphonia::core::codecs::audio::{AudioCodecParameters, AudioDecoderOptions};
-use symphonia::core::errors::Error;
+use symphonia::core::errors::Error as DecodeError;
 use symphonia::core::formats::probe::Hint;
 use symphonia::core::formats::{FormatOptions, FormatReader, TrackType};
-use symphonia::core::io::MediaSourceStream;
+use symphonia::core::io::{MediaSource, MediaSourceStream};
 use symphonia::core::meta::MetadataOptions;
+
+use overdrive_core::Error as CommonError;
+
+use crate::read_failure::{NotedReader, ReadFailure, is_of_path};
+use crate::{Error, Result};
 
 type Outcome<T> = std::result::Result<T, String>;
 
@@ -38,23 +43,50 @@ pub(super) struct Excerpt {
 }
 
 /// Decodes an excerpt of the file at `path`, and mixes the channels by their mean.
-pub(super) fn decode(path: &Path, excerpt: &Excerpt) -> Outcome<Mono> {
+///
+/// # Errors
+/// [`Error::Other`] with the problem of the file or of its path, which is an error about the record that names it, and
+/// other errors if the disk cannot read it.
+pub(super) fn decode(path: &Path, excerpt: &Excerpt) -> Result<Mono> {
+    let failure = ReadFailure::default();
+    let open = || AudioFile::new(path, &failure)?.decode(excerpt);
     // A decoder may panic on damaged input, which becomes an error of this file.
-    catch_unwind(AssertUnwindSafe(|| AudioFile::new(path)?.decode(excerpt))).unwrap_or_else(|_| {
+    let decoded = catch_unwind(AssertUnwindSafe(open)).unwrap_or_else(|_| {
         Err("its decoder panicked; the message is on standard error".to_owned())
-    })
+    });
+    let problem = match (failure.take(), decoded) {
+        (Some(error), _) if !is_of_path(&error) => {
+            return Err(CommonError::io("read", path)(error).into());
+        }
+        (Some(error), _) => error.to_string(),
+        (None, Err(problem)) => problem,
+        (None, Ok(sound)) => return Ok(sound),
+    };
+    let problem = format!("the audio file {}: {problem}", path.display());
+    Err(Error::other(problem))
 }
 
-/// Returns the duration of the file by its header in seconds; `None` if the header does not have it.
-pub(super) fn duration_s(path: &Path) -> Outcome<Option<f64>> {
-    let read_header = || {
-        let opened = AudioFile::new(path)?;
+/// Returns the duration of the file by its header in seconds; `None` if the header does not have it, or
+/// cannot be read.
+pub(super) fn duration_s(path: &Path) -> Option<f64> {
+    let read_header = || -> Outcome<_> {
+        let opened = AudioFile::new(path, &ReadFailure::default())?;
         let rate = opened.parameters.sample_rate;
         let seconds = |(frames, rate): (u64, u32)| frames as f64 / f64::from(rate);
         Ok(opened.frames.zip(rate).map(seconds))
     };
     // A file without a usable header is not an error here: decoding it reports the reason.
-    catch_unwind(AssertUnwindSafe(read_header)).unwrap_or(Ok(None))
+    catch_unwind(AssertUnwindSafe(read_header)).ok()?.ok()?
+}
+
+impl MediaSource for NotedReader<File> {
+    fn is_seekable(&self) -> bool {
+        self.reader.is_seekable()
+    }
+
+    fn byte_len(&self) -> Option<u64> {
+        self.reader.byte_len()
+    }
 }
 
 struct AudioFile {
@@ -66,8 +98,12 @@ struct AudioFile {
 }
 
 impl AudioFile {
-    fn new(path: &Path) -> Outcome<Self> {
-        let file = File::open(path).map_err(|error| error.to_string())?;
+    fn new(path: &Path, failure: &ReadFailure) -> Outcome<Self> {
+        let failed = |error| failure.note(error).to_string();
+        let file = NotedReader {
+            reader: File::open(path).map_err(failed)?,
+            failure: failure.clone(),
+        };
         let stream = MediaSourceStream::new(Box::new(file), Default::default());
         let mut hint = Hint::new();
         if let Some(extension) = path.extension().and_then(|extension| extension.to_str()) {
@@ -76,7 +112,7 @@ impl AudioFile {
         let format = symphonia::default::get_probe()
             .probe(&hint, stream, FormatOptions::default(), MetadataOptions::default())
             .map_err(|error| match error {
-                Error::IoError(_) | Error::Unsupported(_) => format!(
+                DecodeError::IoError(_) | DecodeError::Unsupported(_) => format!(
                     "it is not WAV, FLAC, MP3 or Ogg Vorbis ({error}); convert it, for example with ffmpeg"
                 ),
                 error => error.to_string(),
@@ -215,7 +251,7 @@ impl MonoBuffer {
         })
     }
 
-    fn broken(&self, error: &Error) -> String {
+    fn broken(&self, error: &DecodeError) -> String {
         format!(
             "{error}, after {:.3} s",
             self.frames as f64 / f64::from(self.rate.max(1))

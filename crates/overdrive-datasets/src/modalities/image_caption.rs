@@ -1,7 +1,6 @@
 //! A dataset of images and captions.
 
 use std::fmt::Display;
-use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use serde_json::Value;
 
 use super::augment::ImageAugmentation;
 use super::image_file::decode;
+use crate::read_failure::is_of_path;
 use crate::{Dataset, Error, JsonOptions, JsonRecords, RecordNumber, Result};
 use overdrive_core::{Error as CommonError, check_option, check_positive};
 
@@ -225,22 +225,6 @@ impl ImageCaptionDataset {
         }
         pixels
     }
-}
-
-/// Returns `true` for an error of the path that a record names, `false` for one of the disk or of the process.
-fn is_of_path(error: &io::Error) -> bool {
-    use ErrorKind::{
-        InvalidFilename, InvalidInput, IsADirectory, NotADirectory, NotFound, PermissionDenied,
-    };
-    [
-        InvalidFilename,
-        InvalidInput,
-        IsADirectory,
-        NotADirectory,
-        NotFound,
-        PermissionDenied,
-    ]
-    .contains(&error.kind())
 }
 
 impl Dataset for ImageCaptionDataset {

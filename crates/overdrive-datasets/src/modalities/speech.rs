@@ -1,9 +1,9 @@
 //! A dataset of speech and transcripts.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
-use serde_json::Value;
 
 use super::audio::{self, Excerpt};
 use super::resample::{Resampler, Resampling};
@@ -11,8 +11,8 @@ use crate::records::{find_files, has_extension};
 use crate::sampling::RecentValues;
 use crate::transform::SortedIndices;
 use crate::{
-    CsvOptions, CsvRecords, CsvRow, Dataset, Error, JsonOptions, JsonRecords, RecordFiles,
-    RecordNumber, Result,
+    CsvOptions, CsvRecords, Dataset, Error, FieldRecords, FieldRow, JsonOptions, JsonRecords,
+    RecordFormat, Result,
 };
 use overdrive_core::{check_non_negative, check_option};
 
@@ -119,7 +119,7 @@ impl Speech {
     }
 }
 
-/// The clips of speech that the rows of CSV, TSV, JSON or JSON Lines files name, decoded (WAV, FLAC, MP3, Ogg
+/// The clips of speech that the rows of CSV, TSV, JSON, JSON Lines or Parquet files name, decoded (WAV, FLAC, MP3, Ogg
 /// Vorbis), mixed to one channel and resampled on demand.
 ///
 /// It opens the manifests of Common Voice, NeMo (with `offset` and `duration`: an excerpt of a file, which costs
@@ -143,7 +143,7 @@ impl Speech {
 /// ```
 #[derive(Debug)]
 pub struct SpeechDataset {
-    rows: Rows,
+    rows: FieldRecords,
     /// The rows whose duration is within the bounds; `None` for all rows.
     kept: Option<SortedIndices>,
     options: SpeechOptions,
@@ -151,57 +151,41 @@ pub struct SpeechDataset {
     resamplers: RecentValues<u32, Resampler>,
 }
 
-#[derive(Debug)]
-enum Rows {
-    Csv(CsvRecords),
-    Json(JsonRecords<Value>),
-}
-
-/// A row of a manifest.
-enum Row {
-    Csv(CsvRow),
-    Json(Value),
-}
-
 impl SpeechDataset {
-    /// Opens manifests: files of CSV or TSV, or of JSON or JSON Lines, folders of them, and patterns (see
-    /// [`crate::find_files`]). The extension of the first file decides which of the two kinds all of them are.
+    /// Opens manifests: files of CSV or TSV, of JSON or JSON Lines, or of Parquet or Arrow, folders of them, and patterns
+    /// (see [`crate::find_files`]). The extension of the first file decides the format of all of them: CSV if it is
+    /// unknown.
     ///
     /// # Errors
-    /// Returns an error if no file is found, a file cannot be read, an option is outside its range, or a field that an
-    /// option names is not a column.
+    /// Returns an error if no file is found, a file cannot be read, an option is outside its range, or the first row lacks
+    /// a field that an option names.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: SpeechOptions,
     ) -> Result<Self> {
         options.check()?;
-        let files = find_files(paths, &["csv", "tsv", "jsonl", "ndjson", "json"])?;
+        let extensions = ["csv", "tsv", "jsonl", "ndjson", "json", "parquet", "arrow"];
+        let files = find_files(paths, &extensions)?;
         // `find_files` gives at least one.
         let first = &files[0];
-        let rows = match has_extension(first, &["json", "jsonl", "ndjson"]) {
-            true => Rows::Json(JsonRecords::open(&files, &options.json)?),
-            false => {
+        let rows = match RecordFormat::of(first) {
+            Some(RecordFormat::Json) => JsonRecords::open(&files, &options.json)?.into(),
+            Some(RecordFormat::Table) => FieldRecords::open(&files)?,
+            Some(RecordFormat::Csv) | None => {
                 let plain = options.csv.delimiter.is_none() && has_extension(first, &["tsv"]);
                 let csv = CsvOptions {
                     quote: options.csv.quote.filter(|_| !plain),
                     ..options.csv.clone()
                 };
-                Rows::Csv(CsvRecords::open(&files, &csv)?)
+                CsvRecords::open(&files, &csv)?.into()
             }
         };
-        if let Rows::Csv(rows) = &rows {
-            for (option, field) in [
-                ("audio_field", &options.audio_field),
-                ("text_field", &options.text_field),
-            ] {
-                if let Some(field) = field {
-                    check_option(
-                        rows.columns().position(field).is_some(),
-                        option,
-                        format!("{field:?}"),
-                        format!("a column of the file: {:?}", rows.columns().names()),
-                    )?;
-                }
+        for (option, field) in [
+            ("audio_field", &options.audio_field),
+            ("text_field", &options.text_field),
+        ] {
+            if let Some(field) = field {
+                rows.check_field(option, field)?;
             }
         }
         let mut dataset = Self {
@@ -214,17 +198,14 @@ impl SpeechDataset {
         Ok(dataset)
     }
 
-    /// Returns the rows as bytes, with their locations, including those that were left out for their duration.
-    pub fn records(&self) -> &RecordFiles {
-        match &self.rows {
-            Rows::Csv(rows) => rows.records(),
-            Rows::Json(rows) => rows.records(),
-        }
+    /// Returns the rows, including those that were left out for their duration.
+    pub fn rows(&self) -> &FieldRecords {
+        &self.rows
     }
 
     /// Returns the number of rows that were left out for their duration.
     pub fn left_out(&self) -> usize {
-        self.records().len() - self.len()
+        self.rows.len() - self.len()
     }
 
     /// Returns the transcript of clip `index`, without reading its audio.
@@ -232,10 +213,9 @@ impl SpeechDataset {
     /// # Errors
     /// Returns an error if there is no such clip, or if its row cannot be read.
     pub fn text(&self, index: usize) -> Result<String> {
-        let row_index = self.row_index(index)?;
-        let row = self.row(row_index)?;
-        row.text(self.options.text_field.as_deref(), &TEXT_FIELDS)
-            .map_err(|problem| self.problem(row_index, problem))
+        let row = self.rows.row(self.row_index(index)?)?;
+        let text = first_text(&row, self.options.text_field.as_deref(), &TEXT_FIELDS)?;
+        Ok(text.into_owned())
     }
 
     fn of_allowed_length(&self) -> Option<SortedIndices> {
@@ -244,17 +224,15 @@ impl SpeechDataset {
             return None;
         }
         let is_kept = |row_index: usize| {
-            let length = self
-                .row(row_index)
-                .ok()
-                .and_then(|row| self.length_s(row_index, &row));
+            let row = self.rows.row(row_index).ok();
+            let length = row.and_then(|row| self.length_s(row_index, &row));
             // A row that cannot be read is kept, so that the error policy decides when it is read.
             length.is_none_or(|length| {
                 min.is_none_or(|min| length >= min) && max.is_none_or(|max| length <= max)
             })
         };
         const BLOCK: usize = 1 << 16;
-        let rows = self.records().len();
+        let rows = self.rows.len();
         let indices = (0..rows).step_by(BLOCK).flat_map(|start| {
             let block = start..rows.min(start + BLOCK);
             block
@@ -266,13 +244,13 @@ impl SpeechDataset {
     }
 
     /// Returns the duration of a clip in seconds, if it is known without decoding.
-    fn length_s(&self, row_index: usize, row: &Row) -> Option<f64> {
+    fn length_s(&self, row_index: usize, row: &FieldRow<'_>) -> Option<f64> {
         let excerpt = self.excerpt(row).ok()?;
         match excerpt.duration_s {
             Some(duration) => Some(duration),
             None => {
                 let path = self.path(row_index, row).ok()?;
-                let all = audio::duration_s(&path).ok().flatten()?;
+                let all = audio::duration_s(&path)?;
                 Some((all - excerpt.offset_s).max(0.0))
             }
         }
@@ -282,7 +260,7 @@ impl SpeechDataset {
     fn row_index(&self, index: usize) -> Result<usize> {
         let row_index = match &self.kept {
             Some(kept) => kept.get(index),
-            None => Some(index).filter(|&index| index < self.records().len()),
+            None => Some(index).filter(|&index| index < self.rows.len()),
         };
         row_index.ok_or(Error::NoSuchRecord {
             index,
@@ -290,52 +268,43 @@ impl SpeechDataset {
         })
     }
 
-    fn row(&self, row_index: usize) -> Result<Row> {
-        Ok(match &self.rows {
-            Rows::Csv(rows) => Row::Csv(rows.get(row_index)?),
-            Rows::Json(rows) => Row::Json(rows.get(row_index)?),
-        })
-    }
-
-    fn excerpt(&self, row: &Row) -> std::result::Result<Excerpt, String> {
-        let offset = row.number("offset")?;
-        let duration = row.number("duration")?;
+    fn excerpt(&self, row: &FieldRow<'_>) -> Result<Excerpt> {
         Ok(Excerpt {
-            offset_s: offset.unwrap_or(0.0),
+            offset_s: seconds(row, "offset")?.unwrap_or(0.0),
             // With an offset, the duration is the length of the excerpt; alone it is that of the file, which may be
             // rounded, and `read` then ignores it.
-            duration_s: duration,
+            duration_s: seconds(row, "duration")?,
             max_s: self.options.max_duration,
         })
     }
 
-    fn path(&self, row_index: usize, row: &Row) -> std::result::Result<PathBuf, String> {
-        let name = row.text(self.options.audio_field.as_deref(), &AUDIO_FIELDS)?;
+    fn path(&self, row_index: usize, row: &FieldRow<'_>) -> Result<PathBuf> {
+        let name = first_text(row, self.options.audio_field.as_deref(), &AUDIO_FIELDS)?;
         if name.is_empty() {
-            return Err("the path of its audio file is empty".to_owned());
+            return Err(row.error("the path of its audio file is empty"));
         }
         let folder = match &self.options.folder {
             Some(folder) => folder.clone(),
             None => {
-                let location = self
-                    .records()
-                    .location(row_index)
-                    .map_err(|error| error.to_string())?;
+                let location = self.rows.location(row_index)?;
                 location.path.parent().unwrap_or(Path::new("")).to_owned()
             }
         };
-        Ok(folder.join(name))
+        Ok(folder.join(&*name))
     }
 
-    fn read(&self, row_index: usize, row: &Row) -> std::result::Result<Speech, String> {
-        let text = row.text(self.options.text_field.as_deref(), &TEXT_FIELDS)?;
-        let mut excerpt = self.excerpt(row)?;
-        if row.number("offset")?.is_none() {
+    fn read(&self, row_index: usize) -> Result<Speech> {
+        let row = self.rows.row(row_index)?;
+        let text = first_text(&row, self.options.text_field.as_deref(), &TEXT_FIELDS)?;
+        let mut excerpt = self.excerpt(&row)?;
+        if seconds(&row, "offset")?.is_none() {
             excerpt.duration_s = None;
         }
-        let path = self.path(row_index, row)?;
-        let sound = audio::decode(&path, &excerpt)
-            .map_err(|problem| format!("the audio file {}: {problem}", path.display()))?;
+        let path = self.path(row_index, &row)?;
+        let sound = audio::decode(&path, &excerpt).map_err(|error| match error {
+            Error::Other(problem) => row.error(problem.to_string()),
+            other => other,
+        })?;
         let to = self.options.sampling_rate;
         let samples = match sound.rate == to {
             true => sound.samples,
@@ -349,58 +318,35 @@ impl SpeechDataset {
         Ok(Speech {
             samples,
             sampling_rate: to,
-            text,
+            text: text.into_owned(),
             path,
         })
     }
+}
 
-    fn problem(&self, row_index: usize, problem: String) -> Error {
-        match self.records().location(row_index) {
-            Ok(location) => Error::InvalidRecord {
-                path: location.path,
-                number: RecordNumber::Record(location.record),
-                offset: location.offset,
-                problem,
-            },
-            Err(error) => error,
+/// Returns the text of the field `name`, or of the first of `names` that has one.
+fn first_text<'a>(
+    row: &'a FieldRow<'_>,
+    name: Option<&str>,
+    names: &[&str],
+) -> Result<Cow<'a, str>> {
+    match name {
+        Some(name) => row.required_text(name),
+        None => {
+            let mut texts = names.iter().filter_map(|name| row.text(name).ok()?);
+            let none = || format!("none of these fields has a text: {}", names.join(", "));
+            texts.next().ok_or_else(|| row.error(none()))
         }
     }
 }
 
-impl Row {
-    /// Returns the text of the field `name`, or of the first of `names` that exists.
-    fn text(&self, name: Option<&str>, names: &[&str]) -> std::result::Result<String, String> {
-        let field = |name: &str| match self {
-            Row::Csv(row) => row.get(name).map(str::to_owned),
-            Row::Json(row) => row.get(name).and_then(Value::as_str).map(str::to_owned),
-        };
-        match name {
-            Some(name) => {
-                field(name).ok_or_else(|| format!("it has no text in the field {name:?}"))
-            }
-            None => names
-                .iter()
-                .find_map(|name| field(name))
-                .ok_or_else(|| format!("none of these fields has a text: {}", names.join(", "))),
-        }
-    }
-
-    /// Returns the number of seconds in a field; `None` if it is missing or empty.
-    fn number(&self, name: &str) -> std::result::Result<Option<f64>, String> {
-        let number = match self {
-            Row::Csv(row) => match row.get(name).map(str::trim) {
-                None | Some("") => return Ok(None),
-                Some(field) => field.parse().ok(),
-            },
-            Row::Json(row) => match row.get(name) {
-                None | Some(Value::Null) => return Ok(None),
-                Some(value) => value.as_f64(),
-            },
-        };
-        match number.filter(|number| (0.0..1e9).contains(number)) {
-            Some(number) => Ok(Some(number)),
-            None => Err(format!("its field {name:?} is not a number of seconds")),
-        }
+/// Returns the number of seconds in a field; `None` if it is missing or empty.
+fn seconds(row: &FieldRow<'_>, name: &str) -> Result<Option<f64>> {
+    match row.number(name)? {
+        Some(seconds) if !(0.0..1e9).contains(&seconds) => Err(row.error(format!(
+            "`{name}` is {seconds}, which is not a number of seconds"
+        ))),
+        seconds => Ok(seconds),
     }
 }
 
@@ -410,25 +356,22 @@ impl Dataset for SpeechDataset {
     fn len(&self) -> usize {
         match &self.kept {
             Some(kept) => kept.len(),
-            None => self.records().len(),
+            None => self.rows.len(),
         }
     }
 
     fn get(&self, index: usize) -> Result<Speech> {
-        let row_index = self.row_index(index)?;
-        let row = self.row(row_index)?;
-        self.read(row_index, &row)
-            .map_err(|problem| self.problem(row_index, problem))
+        self.read(self.row_index(index)?)
     }
 
     fn prefetch(&self, indices: &[usize]) {
         let rows = indices
             .iter()
             .filter_map(|&index| self.row_index(index).ok());
-        self.records().prefetch(&rows.collect::<Vec<_>>());
+        self.rows.prefetch(&rows.collect::<Vec<_>>());
     }
 
     fn check_unchanged(&self) -> Result<()> {
-        self.records().check_unchanged()
+        self.rows.check_unchanged()
     }
 }

@@ -1,6 +1,7 @@
 //! Datasets over files on disk, whose records are read on demand.
 
 mod csv;
+mod field_records;
 mod find_files;
 mod format;
 mod json;
@@ -11,6 +12,7 @@ mod tar;
 mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
+pub use field_records::{FieldRecords, FieldRow};
 pub use find_files::find_files;
 pub(crate) use find_files::{files_in, has_extension};
 pub use format::RecordFormat;

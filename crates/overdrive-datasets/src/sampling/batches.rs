@@ -17,6 +17,12 @@ pub trait BatchSampler: Send + Sync {
     /// Returns the records of batch `number` (below [`BatchSampler::len`]) of an epoch.
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize>;
 
+    /// Returns the number of records of a batch, over all processes; 0 if it is unknown or differs between batches.
+    /// Loaders keep it in their state, so that a run resumes at the same record with another one.
+    fn joint_batch_size(&self) -> usize {
+        0
+    }
+
     /// Returns the number of records in a group, if the order of the records depends on it; else 0. Loaders keep it
     /// in their state.
     fn group_len(&self) -> usize {
@@ -27,12 +33,6 @@ pub trait BatchSampler: Send + Sync {
     /// sampler with another batch size. With 0, the order is the sampler's own.
     fn batch_in_groups_of(&self, _group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         self.batch(epoch, number)
-    }
-
-    /// Returns the passes over each source before batch `number` of an epoch, with the name of the source. Only
-    /// batches of a [`crate::MixtureSampler`] have sources; the default is an empty list.
-    fn source_epochs(&self, _epoch: u64, _number: usize) -> Vec<(String, f64)> {
-        Vec::new()
     }
 }
 
@@ -45,16 +45,16 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
         (**self).batch(epoch, number)
     }
 
+    fn joint_batch_size(&self) -> usize {
+        (**self).joint_batch_size()
+    }
+
     fn group_len(&self) -> usize {
         (**self).group_len()
     }
 
     fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         (**self).batch_in_groups_of(group_len, epoch, number)
-    }
-
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        (**self).source_epochs(epoch, number)
     }
 }
 
@@ -105,11 +105,8 @@ impl<S: Sampler> BatchSampler for SampledBatches<S> {
             .collect()
     }
 
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        let rows = number.saturating_mul(self.batch_size);
-        // All processes have read as many records as this one.
-        let rows = self.shard.joint(rows).min(self.sampler.len());
-        self.sampler.source_epochs(epoch, rows)
+    fn joint_batch_size(&self) -> usize {
+        self.shard.joint(self.batch_size)
     }
 }
 
@@ -150,6 +147,10 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
         self.batch_in_groups_of(0, epoch, number)
     }
 
+    fn joint_batch_size(&self) -> usize {
+        self.shard.joint(self.batches.joint_batch_size())
+    }
+
     fn group_len(&self) -> usize {
         self.batches.group_len()
     }
@@ -157,11 +158,6 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
     fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         let number = self.shard.global(number, self.batches.len(epoch));
         self.batches.batch_in_groups_of(group_len, epoch, number)
-    }
-
-    fn source_epochs(&self, epoch: u64, number: usize) -> Vec<(String, f64)> {
-        let number = self.shard.joint(number).min(self.batches.len(epoch));
-        self.batches.source_epochs(epoch, number)
     }
 }
 
@@ -208,6 +204,10 @@ impl BatchSampler for ConsecutiveBatches {
             .saturating_add(number);
         let start = batch.saturating_mul(self.batch_size);
         (start..start.saturating_add(self.batch_size)).collect()
+    }
+
+    fn joint_batch_size(&self) -> usize {
+        self.batch_size
     }
 }
 

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::batches::check_batch_size;
 use super::lengths::RecentValues;
-use super::{BatchSampler, Lengths, Permutation, Shard};
+use super::{BatchSampler, Lengths, Permutation};
 use crate::Result;
 
 /// The number of batches in a group: the default of transformers' `mega_batch_mult`.
@@ -19,13 +19,13 @@ const GROUP: usize = 50;
 /// The length of the groups is part of a loader's state ([`crate::LoaderState::group_len`]), so that a run that resumes
 /// with another batch size reads the records in the order in which it began.
 ///
-/// Processes alternate by batches, and not by records as in transformers. So in each step all of them have batches
-/// of similar length, and none waits for another.
+/// Processes that train together alternate by batches ([`ShardedBatches`](super::ShardedBatches)), and not by records as
+/// in transformers. So in each step all of them have batches of similar length, and none waits for another.
 ///
 /// ```
-/// use overdrive_datasets::{BatchSampler, LengthGroupedBatches, Shard};
+/// use overdrive_datasets::{BatchSampler, LengthGroupedBatches};
 /// let lengths: Vec<u32> = (0..1000).map(|i| i * 7919 % 500).collect();
-/// let batches = LengthGroupedBatches::new(lengths.clone(), 4, false, 42, Shard::default())?;
+/// let batches = LengthGroupedBatches::new(lengths.clone(), 4, false, 42)?;
 /// let spread = |batch: Vec<usize>| {
 ///     let lengths = batch.iter().map(|&record| lengths[record]);
 ///     lengths.clone().max().unwrap() - lengths.min().unwrap()
@@ -41,7 +41,6 @@ pub struct LengthGroupedBatches {
     batch_size: usize,
     drop_last: bool,
     seed: u64,
-    shard: Shard,
     groups: RecentValues<(usize, u64, usize), Vec<usize>>,
 }
 
@@ -55,7 +54,6 @@ impl LengthGroupedBatches {
         batch_size: usize,
         drop_last: bool,
         seed: u64,
-        shard: Shard,
     ) -> Result<Self> {
         check_batch_size(batch_size)?;
         let lengths = lengths.into();
@@ -67,17 +65,8 @@ impl LengthGroupedBatches {
             batch_size,
             drop_last,
             seed,
-            shard,
             groups: RecentValues::default(),
         })
-    }
-
-    /// Returns the number of batches of all processes.
-    fn total(&self) -> usize {
-        match self.drop_last {
-            true => self.lengths.len() / self.batch_size,
-            false => self.lengths.len().div_ceil(self.batch_size),
-        }
     }
 
     fn group(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
@@ -101,16 +90,23 @@ impl LengthGroupedBatches {
 
 impl BatchSampler for LengthGroupedBatches {
     fn len(&self, _epoch: u64) -> usize {
-        self.shard.len(self.total())
+        match self.drop_last {
+            true => self.lengths.len() / self.batch_size,
+            false => self.lengths.len().div_ceil(self.batch_size),
+        }
     }
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
         self.batch_in_groups_of(0, epoch, number)
     }
 
+    fn joint_batch_size(&self) -> usize {
+        self.batch_size
+    }
+
     /// Even few records are divided into four groups: with a single group all epochs would be equal.
     fn group_len(&self) -> usize {
-        let batches = GROUP.min((self.total() / 4).max(1));
+        let batches = GROUP.min((self.len(0) / 4).max(1));
         batches.saturating_mul(self.batch_size)
     }
 
@@ -119,7 +115,7 @@ impl BatchSampler for LengthGroupedBatches {
             0 => self.group_len(),
             given => given,
         };
-        let start = self.shard.global(number, self.total()) * self.batch_size;
+        let start = number.saturating_mul(self.batch_size);
         let end = start
             .saturating_add(self.batch_size)
             .min(self.lengths.len());

@@ -52,14 +52,12 @@ impl fmt::Debug for Lengths {
     }
 }
 
-/// A cache of the values that were computed last. The workers of a loader are all at about the same position, so
-/// they use each other's results.
-pub(crate) struct RecentValues<K, V>(Mutex<VecDeque<(K, Arc<V>)>>);
+/// A cache of the `N` values that were computed last. The workers of a loader are all at about the same position, so
+/// they use each other's results; there are several values, since workers may be at both sides of a border between
+/// groups or batches.
+pub(crate) struct RecentValues<K, V, const N: usize = 4>(Mutex<VecDeque<(K, Arc<V>)>>);
 
-impl<K: PartialEq + Copy, V> RecentValues<K, V> {
-    /// The number of values: workers may be at both sides of a border between groups or batches.
-    const CACHED: usize = 4;
-
+impl<K: PartialEq + Copy, V, const N: usize> RecentValues<K, V, N> {
     /// Returns the value of `key`; `compute` must always compute the same value for it. Two threads that miss
     /// it at the same time both compute it, so that neither blocks the other.
     pub(crate) fn get_or(&self, key: K, compute: impl FnOnce() -> V) -> Arc<V> {
@@ -85,7 +83,7 @@ impl<K: PartialEq + Copy, V> RecentValues<K, V> {
         if let Some(value) = find(&values) {
             return Ok(value);
         }
-        if values.len() == Self::CACHED {
+        if values.len() == N {
             values.pop_front();
         }
         values.push_back((key, Arc::clone(&value)));
@@ -98,14 +96,34 @@ impl<K: PartialEq + Copy, V> RecentValues<K, V> {
     }
 }
 
-impl<K, V> Default for RecentValues<K, V> {
+impl<K, V, const N: usize> Default for RecentValues<K, V, N> {
     fn default() -> Self {
         Self(Mutex::new(VecDeque::new()))
     }
 }
 
-impl<K, V> fmt::Debug for RecentValues<K, V> {
+impl<K, V, const N: usize> fmt::Debug for RecentValues<K, V, N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("RecentValues")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_that_two_threads_compute_at_once_is_cached_once() {
+        let recent = RecentValues::<u8, u8, 2>::default();
+        recent.get_or(0, || 10);
+        // The other thread computes and inserts the value while this one computes it.
+        let value = recent.get_or(1, || {
+            recent.get_or(1, || 11);
+            12
+        });
+        assert_eq!(*value, 11);
+        assert_eq!(*recent.get_or(0, || 13), 10);
+        recent.get_or(2, || 12);
+        assert_eq!(*recent.get_or(0, || 13), 13);
     }
 }

@@ -17,12 +17,6 @@ pub trait Sampler: Send + Sync {
 
     /// Returns the record at `position` (below [`Sampler::len`]) of an epoch.
     fn index(&self, epoch: u64, position: usize) -> usize;
-
-    /// Returns the passes over each source before `position` of an epoch, with the name of the source. Only a
-    /// [`crate::MixtureSampler`] has sources; the default is an empty list.
-    fn source_epochs(&self, _epoch: u64, _position: usize) -> Vec<(String, f64)> {
-        Vec::new()
-    }
 }
 
 impl<S: Sampler + ?Sized> Sampler for Box<S> {
@@ -33,10 +27,6 @@ impl<S: Sampler + ?Sized> Sampler for Box<S> {
     fn index(&self, epoch: u64, position: usize) -> usize {
         (**self).index(epoch, position)
     }
-
-    fn source_epochs(&self, epoch: u64, position: usize) -> Vec<(String, f64)> {
-        (**self).source_epochs(epoch, position)
-    }
 }
 
 impl<S: Sampler + ?Sized> Sampler for &S {
@@ -46,10 +36,6 @@ impl<S: Sampler + ?Sized> Sampler for &S {
 
     fn index(&self, epoch: u64, position: usize) -> usize {
         (**self).index(epoch, position)
-    }
-
-    fn source_epochs(&self, epoch: u64, position: usize) -> Vec<(String, f64)> {
-        (**self).source_epochs(epoch, position)
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::lengths::RecentValues;
-use super::{BatchSampler, Lengths, Permutation, Shard};
+use super::{BatchSampler, Lengths, Permutation};
 use crate::Result;
 use overdrive_core::{check_option, check_positive};
 
@@ -51,7 +51,6 @@ impl Default for TokenBudgetOptions {
 pub struct TokenBudgetBatches {
     lengths: Lengths,
     options: TokenBudgetOptions,
-    shard: Shard,
     /// The number of batches up to and including each window, for the last epochs.
     plans: RecentValues<u64, Vec<usize>>,
     windows: RecentValues<(u64, usize), Window>,
@@ -69,11 +68,7 @@ impl TokenBudgetBatches {
     ///
     /// # Errors
     /// Returns an error if an option is 0, or if a record is longer than `max_tokens`.
-    pub fn new(
-        lengths: impl Into<Lengths>,
-        options: TokenBudgetOptions,
-        shard: Shard,
-    ) -> Result<Self> {
+    pub fn new(lengths: impl Into<Lengths>, options: TokenBudgetOptions) -> Result<Self> {
         let lengths = lengths.into();
         check_positive("window", options.window)?;
         check_positive("max_records", options.max_records.unwrap_or(1))?;
@@ -90,7 +85,6 @@ impl TokenBudgetBatches {
         Ok(Self {
             lengths,
             options,
-            shard,
             plans: RecentValues::default(),
             windows: RecentValues::default(),
         })
@@ -123,7 +117,7 @@ impl TokenBudgetBatches {
         Window { records, batches }
     }
 
-    /// Returns the number of batches of all processes up to and including each window.
+    /// Returns the number of batches up to and including each window.
     fn plan(&self, epoch: u64) -> std::sync::Arc<Vec<usize>> {
         self.plans.get_or(epoch, || {
             let windows = self.lengths.len().div_ceil(self.options.window);
@@ -144,13 +138,11 @@ impl TokenBudgetBatches {
 
 impl BatchSampler for TokenBudgetBatches {
     fn len(&self, epoch: u64) -> usize {
-        self.shard
-            .len(self.plan(epoch).last().copied().unwrap_or(0))
+        self.plan(epoch).last().copied().unwrap_or(0)
     }
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
         let plan = self.plan(epoch);
-        let number = self.shard.global(number, plan.last().copied().unwrap_or(0));
         let at = plan.partition_point(|&end| end <= number);
         let window = self.windows.get_or((epoch, at), || self.window(epoch, at));
         let before = match at {

@@ -21,3 +21,4 @@ pub(crate) use selection::SortedIndices;
 #[cfg(feature = "tokenizers")]
 pub(crate) use selection::SortedIndicesWriter;
 pub use selection::{Selection, Split};
+pub(crate) use selection::{split_indices, test_len};

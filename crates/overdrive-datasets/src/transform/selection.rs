@@ -146,7 +146,7 @@ impl<D: Dataset> Selection<D> {
         let valid = (0.0..=1.0).contains(&test_share);
         check_option(valid, "test_share", test_share, "from 0 to 1")?;
         let len = dataset.len();
-        let test = ((len as f64 * test_share).round() as usize).min(len);
+        let test = test_len(len, test_share);
         let order = Permutation::new(len, seed, SPLIT);
         let part = |dataset, start, len| Self {
             dataset,
@@ -204,6 +204,23 @@ impl<D: Dataset> Selection<D> {
 // Shuffles and splits under the same seed use different permutations, and neither uses that of an epoch.
 const SHUFFLE: u64 = 1 << 62;
 const SPLIT: u64 = 1 << 63;
+
+/// Returns the number of test records for a share of `len` records, rounded to the nearest.
+pub(crate) fn test_len(len: usize, share: f64) -> usize {
+    ((len as f64 * share).round() as usize).min(len)
+}
+
+/// Returns the training records and the `test` test records of a split, each in ascending order: those of
+/// [`crate::DatasetExt::split`].
+pub(crate) fn split_indices(len: usize, test: usize, seed: u64) -> (Vec<usize>, Vec<usize>) {
+    let order = Permutation::new(len, seed, SPLIT);
+    let sorted = |positions: std::ops::Range<usize>| {
+        let mut records: Vec<usize> = positions.map(|position| order.apply(position)).collect();
+        records.sort_unstable();
+        records
+    };
+    (sorted(test..len), sorted(0..test))
+}
 
 impl<D> Selection<D> {
     /// Returns the dataset that the records are selected from.

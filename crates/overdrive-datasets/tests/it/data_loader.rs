@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, DatasetExt, Error, ErrorPolicy, InMemory,
-    LengthGroupedBatches, LoaderState, RecordNumber, Result, Shard, ShardedBatches,
-    TokenBudgetBatches, TokenBudgetOptions,
+    BatchSampler, DataLoader, DataLoaderOptions, Dataset, DatasetExt, Error, ErrorPolicy, InMemory,
+    LastShare, LengthGroupedBatches, LoaderState, RecordNumber, Result, SampledBatches,
+    SequentialSampler, Shard, ShardedBatches, TokenBudgetBatches, TokenBudgetOptions,
+    WorkerOptions,
 };
 use proptest::prelude::*;
 
@@ -115,13 +116,13 @@ proptest! {
             match kind {
                 0 => DataLoader::new(numbers, options).unwrap(),
                 1 => {
-                    let batches = LengthGroupedBatches::new(lengths, batch_size, false, 9, Shard::default()).unwrap();
-                    DataLoader::with(numbers, batches, Ok, options).unwrap()
+                    let batches = LengthGroupedBatches::new(lengths, batch_size, false, 9).unwrap();
+                    DataLoader::with(numbers, batches, Ok, options.workers()).unwrap()
                 }
                 _ => {
                     let budget = TokenBudgetOptions { max_tokens: 100, window: 16, ..TokenBudgetOptions::default() };
-                    let batches = TokenBudgetBatches::new(lengths, budget, Shard::default()).unwrap();
-                    DataLoader::with(numbers, batches, Ok, options).unwrap()
+                    let batches = TokenBudgetBatches::new(lengths, budget).unwrap();
+                    DataLoader::with(numbers, batches, Ok, options.workers()).unwrap()
                 }
             }
         };
@@ -270,10 +271,8 @@ fn batches_grouped_by_length_resume_at_the_same_record_with_another_batch_size()
     const RECORDS: usize = 500;
     let lengths: Vec<u32> = (0..RECORDS as u32).map(|i| 1 + i * 7919 % 97).collect();
     let make = |batch_size| {
-        let shard = Shard::default();
-        let grouped = LengthGroupedBatches::new(lengths.clone(), batch_size, false, 5, shard);
-        let batches = ShardedBatches::new(grouped.unwrap(), shard);
-        DataLoader::with(Numbers::new(RECORDS), batches, Ok, options(batch_size, 0)).unwrap()
+        let batches = LengthGroupedBatches::new(lengths.clone(), batch_size, false, 5).unwrap();
+        DataLoader::with(Numbers::new(RECORDS), batches, Ok, WorkerOptions::default()).unwrap()
     };
     let records = |loader: &mut DataLoader<Vec<usize>>| -> Vec<usize> {
         loader.epoch().flat_map(Result::unwrap).collect()
@@ -451,8 +450,7 @@ fn a_panic_in_a_worker_is_an_error_of_its_batch() {
     };
     for workers in [0, 2] {
         let options = options(1, workers);
-        let batches = options.batches(4).unwrap();
-        let mut loader = DataLoader::with(Numbers::new(4), batches, collate, options).unwrap();
+        let mut loader = DataLoader::with_collate(Numbers::new(4), collate, options).unwrap();
         let outcomes: Vec<_> = loader
             .epoch()
             .map(|batch| batch.map_err(|e| e.to_string()))
@@ -521,7 +519,8 @@ fn a_collate_function_may_depend_on_the_epoch_and_the_index_with_any_number_of_w
             assert!(records.iter().all(|(index, item)| index == item));
             Ok((epoch, records))
         };
-        let mut loader = DataLoader::with_indices(numbers, batches, collate, options).unwrap();
+        let mut loader =
+            DataLoader::with_indices(numbers, batches, collate, options.workers()).unwrap();
         let mut all = Vec::new();
         for epoch in 0..3 {
             for batch in loader.epoch() {
@@ -537,4 +536,34 @@ fn a_collate_function_may_depend_on_the_epoch_and_the_index_with_any_number_of_w
     let records: Vec<usize> = alone.concat().into_iter().map(|(index, _)| index).collect();
     assert_eq!(records.len(), 27);
     assert!(!records.contains(&3));
+}
+
+#[test]
+fn a_state_counts_the_records_of_the_batches_that_the_loader_was_given() {
+    let loader = |batches: Box<dyn BatchSampler>| {
+        DataLoader::with(Numbers::new(120), batches, Ok, WorkerOptions::default()).unwrap()
+    };
+    let sampled = |batch_size, shard| {
+        let order = SequentialSampler::new(120);
+        SampledBatches::new(order, batch_size, false, shard).unwrap()
+    };
+    let shard = Shard::new(1, 3, LastShare::Repeat).unwrap();
+    let all = sampled(4, Shard::default());
+    for batches in [
+        Box::new(sampled(4, shard)) as Box<dyn BatchSampler>,
+        Box::new(ShardedBatches::new(all, shard)),
+    ] {
+        let mut one_of_three = loader(batches);
+        for _ in 0..5 {
+            one_of_three.next_batch().unwrap().unwrap();
+        }
+        let state = one_of_three.state_dict();
+        assert_eq!(state.joint_batch_size, 12);
+        let mut alone = loader(Box::new(sampled(10, Shard::default())));
+        alone.load_state_dict(state).unwrap();
+        assert_eq!(alone.next_batch().unwrap().unwrap()[0], 60);
+    }
+    // Batches of a number of tokens have no number of records.
+    let budget = TokenBudgetBatches::new(vec![1; 120], TokenBudgetOptions::default()).unwrap();
+    assert_eq!(loader(Box::new(budget)).state_dict().joint_batch_size, 0);
 }

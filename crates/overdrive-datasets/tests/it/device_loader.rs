@@ -30,9 +30,8 @@ fn loader_of<D: Dataset<Item = TokenizedExample> + 'static>(
     options: DataLoaderOptions,
     device: Device,
 ) -> DeviceLoader<Batch> {
-    let batches = options.batches(rows.len()).unwrap();
     let collate = move |rows: Vec<TokenizedExample>| collate(&rows, layout);
-    let loader = DataLoader::with(rows, batches, collate, options).unwrap();
+    let loader = DataLoader::with_collate(rows, collate, options).unwrap();
     DeviceLoader::new(loader, device)
 }
 

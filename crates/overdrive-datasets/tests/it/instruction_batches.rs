@@ -7,7 +7,7 @@ use std::sync::Arc;
 use overdrive_datasets::{
     Batch, BatchSampler, DataLoader, DataLoaderOptions, Dataset, DeviceLoader, EncodeOptions,
     IGNORE_INDEX, InstructionDataset, InstructionEncoder, InstructionOptions, LengthGroupedBatches,
-    PackPlan, PackingStrategy, RowLayout, SequenceRows, Shard, collate,
+    PackPlan, PackingStrategy, RowLayout, SequenceRows, collate,
 };
 use proptest::prelude::*;
 use serde_json::json;
@@ -82,15 +82,14 @@ fn loader(
             let lengths: Vec<u32> = (0..plan.len())
                 .map(|row| plan.row_tokens(row) as u32)
                 .collect();
-            let all = Shard::default();
-            let batches = LengthGroupedBatches::new(lengths, batch_size, false, seed, all);
+            let batches = LengthGroupedBatches::new(lengths, batch_size, false, seed);
             Box::new(batches.unwrap())
         }
         false => Box::new(options.batches(plan.len()).unwrap()),
     };
     let rows = SequenceRows::new(Arc::clone(data), Arc::new(plan));
     let collate = move |rows: Vec<_>| collate(&rows, kind.layout);
-    let loader = DataLoader::with(rows, batches, collate, options).unwrap();
+    let loader = DataLoader::with(rows, batches, collate, options.workers()).unwrap();
     DeviceLoader::new(loader, Device::Cpu)
 }
 

@@ -87,7 +87,10 @@ proptest! {
         len in 0_usize..700, batch_size in 1_usize..9, world_size in 1_usize..4, seed in any::<u64>(), number in 0_u64..3,
     ) {
         let lengths = lengths(len, seed);
-        let make = |shard| LengthGroupedBatches::new(lengths.clone(), batch_size, false, seed, shard).unwrap();
+        let make = |shard| {
+            let grouped = LengthGroupedBatches::new(lengths.clone(), batch_size, false, seed).unwrap();
+            ShardedBatches::new(grouped, shard)
+        };
         let ranks = all_ranks(world_size, LastShare::Repeat, number, make);
         check_partition(&ranks, len, len + world_size * batch_size)?;
         if let Some(first) = ranks[0].first() {
@@ -101,7 +104,9 @@ proptest! {
     ) {
         let lengths = lengths(len, seed);
         let options = TokenBudgetOptions { max_tokens: 800, max_records: Some(40), shuffle, window, seed };
-        let make = |shard| TokenBudgetBatches::new(lengths.clone(), options, shard).unwrap();
+        let make = |shard| {
+            ShardedBatches::new(TokenBudgetBatches::new(lengths.clone(), options).unwrap(), shard)
+        };
         let ranks = all_ranks(world_size, LastShare::Repeat, number, make);
         for batch in ranks.iter().flatten() {
             let longest = batch.iter().map(|&record| lengths[record] as usize).max().unwrap();
@@ -213,14 +218,14 @@ fn grouping_and_budgets_pad_little() {
         }
         1.0 - real as f64 / padded as f64
     };
-    let shard = Shard::default();
-    let plain = SampledBatches::new(RandomSampler::new(20_000, 1), 16, false, shard).unwrap();
-    let grouped = LengthGroupedBatches::new(lengths.clone(), 16, false, 1, shard).unwrap();
+    let order = RandomSampler::new(20_000, 1);
+    let plain = SampledBatches::new(order, 16, false, Shard::default()).unwrap();
+    let grouped = LengthGroupedBatches::new(lengths.clone(), 16, false, 1).unwrap();
     let options = TokenBudgetOptions {
         max_tokens: 4096,
         ..TokenBudgetOptions::default()
     };
-    let budget = TokenBudgetBatches::new(lengths.clone(), options, shard).unwrap();
+    let budget = TokenBudgetBatches::new(lengths.clone(), options).unwrap();
     let [plain, grouped, budget] = [padding(&plain), padding(&grouped), padding(&budget)];
     assert!(plain > 0.6, "{plain}");
     assert!(grouped < 0.06, "{grouped}");
@@ -243,7 +248,7 @@ fn options_that_make_no_batches_are_errors() {
         window,
         ..TokenBudgetOptions::default()
     };
-    let make = |options| TokenBudgetBatches::new(vec![5, 9], options, Shard::default());
+    let make = |options| TokenBudgetBatches::new(vec![5, 9], options);
     let error = make(options(8, 10)).unwrap_err();
     assert!(
         matches!(

@@ -151,7 +151,7 @@ fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
     assert!(error.contains("there is no audio after 0.5 s"), "{error}");
     let error = speech.get(4).unwrap_err().to_string();
     assert!(
-        error.contains("\"offset\" is not a number of seconds"),
+        error.contains("`offset` is -1, which is not a number of seconds"),
         "{error}"
     );
 }
@@ -263,6 +263,22 @@ fn missing_or_damaged_audio_is_an_error_of_its_row() {
     );
     let len = speech.get(0).map(|clip| clip.samples.len());
     assert!(len.is_err() || len.is_ok_and(|len| len < 4800));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn an_error_of_the_disk_is_none_of_the_row_that_names_the_audio() {
+    // Reading the first byte of the memory of a process is such an error; a folder in place of a file is none.
+    let dir = tempfile::tempdir().unwrap();
+    let rows = "path,text\n/proc/self/mem,a\n/proc/self,b\n";
+    let speech = open(dir.path(), "rows.csv", rows, SpeechOptions::default());
+    let get = |index| ErrorPolicy::Skip.get(&speech, index, &ErrorLog::default());
+    let error = get(0).unwrap_err();
+    assert!(
+        matches!(&error, Error::Common(overdrive_core::Error::Io { path, .. }) if path == Path::new("/proc/self/mem")),
+        "{error}"
+    );
+    assert_eq!(get(1).unwrap(), None);
 }
 
 #[test]

@@ -8,8 +8,8 @@ use arrow_buffer::OffsetBuffer;
 use arrow_ipc::writer::StreamWriter;
 use overdrive_core::random::uniform_below;
 use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, Error, ErrorLog, ErrorPolicy, RangeSource, Result,
-    TableRecords, register_source,
+    DataLoader, DataLoaderOptions, Dataset, Error, ErrorLog, ErrorPolicy, FieldRecords,
+    LabeledTexts, RangeSource, Result, TableRecords, register_source,
 };
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -61,6 +61,51 @@ fn every_row_of_every_format_has_the_written_values() {
                 len: 1000
             })
         ));
+    }
+}
+
+#[test]
+fn fields_are_read_in_the_same_way_in_every_format() {
+    let expected = expected();
+    let dir = tempfile::tempdir().unwrap();
+    let lines: String = expected.iter().map(|row| format!("{row}\n")).collect();
+    let path = dir.path().join("rows.jsonl");
+    std::fs::write(&path, lines).unwrap();
+    let tables = ["snappy.parquet", "stream.arrow"].map(|name| fixture(&format!("tables/{name}")));
+    for path in [path].into_iter().chain(tables) {
+        let rows = FieldRecords::open([&path]).unwrap();
+        assert_eq!(rows.len(), 1000);
+        for (index, values) in expected.iter().enumerate() {
+            let row = rows.row(index).unwrap();
+            assert_eq!(
+                row.text("text").unwrap().as_deref(),
+                values["text"].as_str()
+            );
+            assert_eq!(row.required_text("id").unwrap(), values["id"].to_string());
+            assert_eq!(row.number("id").unwrap(), values["id"].as_f64());
+            assert_eq!(row.number("score").unwrap(), values["score"].as_f64());
+        }
+        let null = expected
+            .iter()
+            .position(|row| row["text"].is_null())
+            .unwrap();
+        let error = LabeledTexts::open(&path, "text", "id", None)
+            .unwrap_err()
+            .to_string();
+        let problem = "`text` is missing; it must be a string, a number or a boolean";
+        assert!(
+            error.contains(&format!("record {null} (byte ")) && error.ends_with(problem),
+            "{error}"
+        );
+        let error = LabeledTexts::open(&path, "texts", "id", None)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.starts_with("`text_column` is texts; it must be one of "),
+            "{error}"
+        );
+        let error = rows.row(0).unwrap().number("text").unwrap_err().to_string();
+        assert!(error.ends_with("`text` is not a number"), "{error}");
     }
 }
 

@@ -6,7 +6,7 @@ use crate::common::{counting_store, store};
 use overdrive_datasets::{
     ConsecutiveBatches, DataLoader, DataLoaderOptions, Dataset, Error, LastShare, LastWindow,
     RandomWindows, SequentialWindows, Shard, ShardedBatches, SplitBy, SplitOptions, TokenDocuments,
-    TokenView, TokenizedExample,
+    TokenView, TokenizedExample, WorkerOptions,
 };
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ fn loader(
     let shard = Shard::new(rank, world_size, LastShare::Repeat).unwrap();
     let batches = ConsecutiveBatches::new(batch_size, batches).unwrap();
     let batches = ShardedBatches::new(batches, shard);
-    DataLoader::with(windows.clone(), batches, Ok, DataLoaderOptions::default()).unwrap()
+    DataLoader::with(windows.clone(), batches, Ok, WorkerOptions::default()).unwrap()
 }
 
 /// Returns the tokens of the next batches, across passes.
@@ -132,7 +132,7 @@ proptest! {
             let batches = options.batches(windows.len()).unwrap();
             let shard = Shard::new(rank, world_size, LastShare::Uneven).unwrap();
             let batches = ShardedBatches::new(batches, shard);
-            let mut loader = DataLoader::with(windows.clone(), batches, Ok, options).unwrap();
+            let mut loader = DataLoader::with(windows.clone(), batches, Ok, options.workers()).unwrap();
             for batch in loader.epoch() {
                 for row in batch.unwrap() {
                     prop_assert_eq!(&row.labels, &row.input_ids);

@@ -39,7 +39,7 @@ pub(crate) use data::is_token_file;
 pub(crate) use format::read_file;
 pub(crate) use key::{Program, plain};
 pub(crate) use keys::{differs_by_rank, keys_of_the_order};
-pub(crate) use read::{as_value, describe, keys_of, nearest};
+pub(crate) use read::{as_value, keys_of, nearest};
 pub(crate) use saving::{ARGUMENTS, BITS_PER_BYTE, no_metric};
 pub(crate) use training::DEFAULT_LENGTH_COLUMN;
 pub(crate) use validate::STEPS_BEFORE_TRACE;

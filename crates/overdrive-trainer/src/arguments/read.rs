@@ -269,7 +269,7 @@ pub(crate) fn nearest<'a>(
 }
 
 /// Describes a value with its type, short enough for an error.
-pub(crate) fn describe(value: &Value) -> String {
+fn describe(value: &Value) -> String {
     match value {
         Value::Null => "empty".to_owned(),
         Value::Bool(value) => format!("{value}"),

@@ -81,7 +81,12 @@ impl<'a> Loading<'a> {
         D: Dataset + 'static,
         B: OnDevice,
     {
-        let batches = self.batches_of_rows(rows.len(), order.into())?;
+        let order = order.into();
+        let mixture = match &order {
+            RowOrder::Mixed(sampler) => Some(sampler.clone()),
+            RowOrder::Epochs | RowOrder::ByLength(_) => None,
+        };
+        let batches = self.batches_of_rows(rows.len(), order)?;
         let options = self.options();
         // An endless loader without batches would never return.
         if self.endless && batches.is_empty(0) {
@@ -103,14 +108,12 @@ impl<'a> Loading<'a> {
             batch => batch,
         };
         let batches = ShardedBatches::new(batches, self.shard(&options)?);
-        // Stored with the position, so that a run with a different number of processes can resume.
-        let options = DataLoaderOptions {
-            world_size: self.shard.world_size(),
-            ..options
-        };
-        let loader = DataLoader::with(rows, batches, collate, options)?;
+        let loader = DataLoader::with(rows, batches, collate, options.workers())?;
         // Copies a batch to the device while the model computes on the previous batch.
-        let loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
+        let mut loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
+        if let Some(mixture) = mixture {
+            loader = loader.with_mixture(mixture);
+        }
         Ok(match self.endless {
             true => loader.endless(),
             false => loader,
@@ -149,13 +152,12 @@ impl<'a> Loading<'a> {
                 options.batch_size,
                 options.drop_last,
                 options.seed,
-                // Sharded in `load`, in the same way for all samplers.
-                Shard::default(),
             )?),
             RowOrder::Mixed(sampler) => Box::new(SampledBatches::new(
                 sampler,
                 options.batch_size,
                 options.drop_last,
+                // Sharded in `collated`, in the same way for all samplers.
                 Shard::default(),
             )?),
             RowOrder::Epochs => Box::new(options.batches(rows)?),

@@ -1,14 +1,14 @@
 //! The text column of records: lines, JSON, CSV, Parquet.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
-    CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, RecordFiles, RecordFormat,
-    RecordLocation, RecordNumber, Sha256Digest, TextLines, TextOptions, registered_source,
+    Dataset, FieldRecords, FieldRow, RecordFormat, Sha256Digest, TextLines, TextOptions,
+    registered_source,
 };
-use serde_json::{Map, Value};
 
-use crate::arguments::{describe, nearest};
+use crate::arguments::nearest;
 use crate::error::listed;
 use crate::{Error, Result};
 
@@ -46,17 +46,7 @@ pub(crate) struct TextRecords {
 #[derive(Debug)]
 enum Source {
     Lines(TextLines),
-    Json(JsonRecords<Value>),
-    Csv(CsvRecords),
-    #[cfg(feature = "parquet")]
-    Table(overdrive_datasets::TableRecords<Value>),
-}
-
-/// A record that has been read.
-enum Record {
-    Line(String),
-    Object(Map<String, Value>),
-    Row(CsvRow),
+    Rows(FieldRecords),
 }
 
 impl TextRecords {
@@ -70,20 +60,14 @@ impl TextRecords {
                 };
                 Source::Lines(TextLines::open(&files, &options)?)
             }
-            RecordKind::Format(RecordFormat::Json) => {
-                Source::Json(JsonRecords::open(&files, &JsonOptions::default())?)
-            }
-            RecordKind::Format(RecordFormat::Csv) => {
-                Source::Csv(CsvRecords::open(&files, &CsvOptions::default())?)
-            }
-            RecordKind::Format(RecordFormat::Table) => open_table(&files)?,
+            RecordKind::Format(_) => Source::Rows(FieldRecords::open(&files)?),
         };
         let records = Self {
             source,
             files,
             column: column.to_owned(),
         };
-        if records.len() > 0 && !matches!(records.source, Source::Lines(_)) {
+        if matches!(&records.source, Source::Rows(rows) if !rows.is_empty()) {
             records.expect_column(column, "dataset_text_field", "--text-column")?;
         }
         Ok(records)
@@ -97,12 +81,8 @@ impl TextRecords {
     /// Returns a digest of the content of the files.
     pub(crate) fn fingerprint(&self) -> Result<Sha256Digest> {
         Ok(match &self.source {
-            #[cfg(feature = "parquet")]
-            Source::Table(rows) => rows.fingerprint()?,
-            _ => match self.bytes() {
-                Some(files) => files.fingerprint()?,
-                None => Sha256Digest::of(b""),
-            },
+            Source::Lines(lines) => lines.records().fingerprint()?,
+            Source::Rows(rows) => rows.fingerprint()?,
         })
     }
 
@@ -117,10 +97,14 @@ impl TextRecords {
 
     /// Returns the names of the fields of the first record.
     fn columns(&self) -> Result<Vec<String>> {
-        Ok(match self.record(0)? {
-            Record::Line(_) => Vec::new(),
-            Record::Object(fields) => fields.into_iter().map(|(name, _)| name).collect(),
-            Record::Row(row) => row.columns().names().to_vec(),
+        Ok(match &self.source {
+            Source::Lines(_) => Vec::new(),
+            Source::Rows(rows) => rows
+                .row(0)?
+                .names()
+                .into_iter()
+                .map(str::to_owned)
+                .collect(),
         })
     }
 
@@ -152,69 +136,34 @@ impl TextRecords {
         })
     }
 
-    fn bytes(&self) -> Option<&RecordFiles> {
-        match &self.source {
-            Source::Lines(lines) => Some(lines.records()),
-            Source::Json(records) => Some(records.records()),
-            Source::Csv(rows) => Some(rows.records()),
-            #[cfg(feature = "parquet")]
-            Source::Table(_) => None,
-        }
-    }
-
-    fn record(&self, index: usize) -> overdrive_datasets::Result<Record> {
-        let object = |value: Value| match value {
-            Value::Object(fields) => Ok(Record::Object(fields)),
-            other => {
-                let given = describe(&other);
-                Err(self.broken(
-                    index,
-                    format!("it is {given}, expected an object with fields"),
-                ))
-            }
-        };
-        match &self.source {
-            Source::Lines(lines) => lines.get(index).map(Record::Line),
-            Source::Json(records) => object(records.get(index)?),
-            Source::Csv(rows) => rows.get(index).map(Record::Row),
-            #[cfg(feature = "parquet")]
-            Source::Table(rows) => object(rows.get(index)?),
-        }
-    }
-
-    /// Returns an error about a record, with its position in the file.
-    fn broken(&self, index: usize, problem: String) -> overdrive_datasets::Error {
-        let place = self.bytes().and_then(|files| files.location(index).ok());
-        let place = place.unwrap_or_else(|| RecordLocation {
-            path: self.files.first().cloned().unwrap_or_default(),
-            record: index,
-            offset: 0,
-        });
-        overdrive_datasets::Error::InvalidRecord {
-            path: place.path,
-            number: RecordNumber::Record(place.record),
-            offset: place.offset,
-            problem,
-        }
-    }
-
     /// Returns the numbers of a column, for the records that have text.
     pub(crate) fn numbers(&self, column: &str) -> overdrive_datasets::Result<Vec<u32>> {
         let mut numbers = Vec::with_capacity(self.len());
-        for index in 0..self.len() {
-            let mut record = self.record(index)?;
-            let number = record.number(column);
-            let number = number.map_err(|problem| self.broken(index, problem))?;
+        let Source::Rows(rows) = &self.source else {
+            return Ok(numbers);
+        };
+        for index in 0..rows.len() {
+            let row = rows.row(index)?;
+            let number = row.number(column)?;
+            let number = number
+                .filter(|number| number.fract() == 0.0 && (0.0..=u32::MAX.into()).contains(number));
+            let number = number
+                .ok_or_else(|| row.error(format!("`{column}` is not a non-negative integer")))?;
             // Records without text are no documents, so they have no length either.
-            let text = record.take_text(&self.column);
-            if !text
-                .map_err(|problem| self.broken(index, problem))?
-                .is_empty()
-            {
-                numbers.push(number);
+            if !text_of(&row, &self.column)?.is_empty() {
+                numbers.push(number as u32);
             }
         }
         Ok(numbers)
+    }
+}
+
+/// Returns the text of a row; empty if the field is null.
+fn text_of<'a>(row: &'a FieldRow<'_>, column: &str) -> overdrive_datasets::Result<Cow<'a, str>> {
+    match row.text(column)? {
+        None if row.names().contains(&column) => Ok(Cow::Borrowed("")),
+        Some(text) => Ok(text),
+        None => row.required_text(column),
     }
 }
 
@@ -224,76 +173,30 @@ impl Dataset for TextRecords {
     fn len(&self) -> usize {
         match &self.source {
             Source::Lines(lines) => lines.len(),
-            Source::Json(records) => records.len(),
-            Source::Csv(rows) => rows.len(),
-            #[cfg(feature = "parquet")]
-            Source::Table(rows) => rows.len(),
+            Source::Rows(rows) => rows.len(),
         }
     }
 
     fn get(&self, index: usize) -> overdrive_datasets::Result<String> {
-        let text = self.record(index)?.take_text(&self.column);
-        text.map_err(|problem| self.broken(index, problem))
+        match &self.source {
+            Source::Lines(lines) => lines.get(index),
+            Source::Rows(rows) => Ok(text_of(&rows.row(index)?, &self.column)?.into_owned()),
+        }
     }
 
     fn prefetch(&self, indices: &[usize]) {
-        if let Some(files) = self.bytes() {
-            files.prefetch(indices);
+        match &self.source {
+            Source::Lines(lines) => lines.prefetch(indices),
+            Source::Rows(rows) => rows.prefetch(indices),
         }
     }
 
     fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
         match &self.source {
-            #[cfg(feature = "parquet")]
-            Source::Table(rows) => rows.check_unchanged(),
-            _ => self.bytes().map_or(Ok(()), RecordFiles::check_unchanged),
+            Source::Lines(lines) => lines.check_unchanged(),
+            Source::Rows(rows) => rows.check_unchanged(),
         }
     }
-}
-
-impl Record {
-    /// Takes the text out of the record; empty if the field is null.
-    fn take_text(&mut self, column: &str) -> std::result::Result<String, String> {
-        match self {
-            Self::Line(line) => Ok(std::mem::take(line)),
-            Self::Row(row) => match row.get(column) {
-                Some(text) => Ok(text.to_owned()),
-                None => Err(missing(column, row.columns().names())),
-            },
-            Self::Object(fields) => match fields.get_mut(column) {
-                Some(Value::String(text)) => Ok(std::mem::take(text)),
-                Some(Value::Null) => Ok(String::new()),
-                Some(other) => Err(format!(
-                    "`{column}` is {}, expected a string",
-                    describe(other)
-                )),
-                None => {
-                    let names: Vec<String> = fields.keys().cloned().collect();
-                    Err(missing(column, &names))
-                }
-            },
-        }
-    }
-
-    fn number(&self, column: &str) -> std::result::Result<u32, String> {
-        let (given, number) = match self {
-            Self::Line(_) => return Err(missing(column, &[])),
-            Self::Row(row) => {
-                let given = row.get(column).unwrap_or_default();
-                (format!("{given:?}"), given.trim().parse().ok())
-            }
-            Self::Object(fields) => {
-                let value = fields.get(column).unwrap_or(&Value::Null);
-                let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-                (describe(value), number)
-            }
-        };
-        number.ok_or_else(|| format!("`{column}` is {given}, expected a non-negative integer"))
-    }
-}
-
-fn missing(column: &str, columns: &[String]) -> String {
-    format!("it has no `{column}`{}", hint(column, columns))
 }
 
 /// Returns a hint with the nearest name, or with all names.
@@ -303,20 +206,4 @@ fn hint(column: &str, columns: &[String]) -> String {
         None if columns.is_empty() => "; it has no fields".to_owned(),
         None => format!("; it has {}", listed(columns)),
     }
-}
-
-#[cfg(feature = "parquet")]
-fn open_table(files: &[PathBuf]) -> Result<Source> {
-    Ok(Source::Table(overdrive_datasets::TableRecords::open(
-        files,
-    )?))
-}
-
-#[cfg(not(feature = "parquet"))]
-fn open_table(files: &[PathBuf]) -> Result<Source> {
-    Err(Error::NotBuilt {
-        path: files.first().cloned().unwrap_or_default(),
-        format: "Parquet and Arrow files",
-        feature: "parquet",
-    })
 }

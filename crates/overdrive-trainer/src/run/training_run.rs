@@ -55,9 +55,8 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 /// let model = nn::linear(store.root(), 1, 1, Default::default());
 /// let numbers: Vec<f32> = (0..64).map(|number| number as f32 / 64.0).collect();
 /// let options = DataLoaderOptions { batch_size: 4, shuffle: true, ..Default::default() };
-/// let batches = options.batches(numbers.len())?;
 /// let collate = |rows: Vec<f32>| Ok(Tensor::from_slice(&rows).view([-1, 1]));
-/// let loader = DataLoader::with(InMemory(numbers), batches, collate, options)?;
+/// let loader = DataLoader::with_collate(InMemory(numbers), collate, options)?;
 /// let mut loader = DeviceLoader::new(loader, Device::Cpu);
 ///
 /// let parameters = store.variables().into_iter().collect();

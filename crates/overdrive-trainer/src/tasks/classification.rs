@@ -119,7 +119,6 @@ impl ClassificationTask {
         };
         let row = |&index: &usize| (self.rows[index].clone(), self.data.classes[index]);
         let rows: Vec<_> = indices.iter().map(row).collect();
-        let batches = options.batches(rows.len())?;
         let collate = move |rows: Vec<(TokenizedExample, i64)>| {
             let (rows, classes): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
             let rows: Vec<_> = rows.iter().map(std::slice::from_ref).collect();
@@ -128,7 +127,7 @@ impl ClassificationTask {
                 classes: Tensor::f_from_slice(&classes)?,
             })
         };
-        let loader = DataLoader::with(InMemory(rows), batches, collate, options)?;
+        let loader = DataLoader::with_collate(InMemory(rows), collate, options)?;
         Ok(DeviceLoader::new(loader, self.model.device()))
     }
 

@@ -130,8 +130,7 @@ pub fn load_image_texts(
     device: Device,
 ) -> Result<DeviceLoader<ImageTextBatch>> {
     let examples = data.map(move |row: CaptionedPatches| format.example(row));
-    let batches = options.batches(examples.len())?;
-    let loader = DataLoader::with(examples, batches, collate, options)?;
+    let loader = DataLoader::with_collate(examples, collate, options)?;
     Ok(DeviceLoader::new(loader, device))
 }
 

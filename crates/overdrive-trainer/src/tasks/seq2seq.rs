@@ -3,20 +3,17 @@
 use std::path::Path;
 
 use overdrive_datasets::{
-    CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, DeviceLoader,
-    Error as DataError, InMemory, JsonOptions, JsonRecords, RecordFormat, Seq2SeqBatch,
-    Seq2SeqExample, Seq2SeqPadding, Tokenizer, collate_seq2seq,
+    DataLoader, DataLoaderOptions, DeviceLoader, Error as DataError, FieldRecords, InMemory,
+    Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, Tokenizer, collate_seq2seq,
 };
 use overdrive_generation::{GenerationConfig, generate};
 use overdrive_transformer::Seq2SeqLm;
-use serde::Deserialize;
 use tch::Device;
 
 use crate::Result;
-use crate::error::invalid;
 
 /// A source and the target that a model learns to generate from it.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seq2SeqPair {
     /// The text that the encoder reads.
     pub source: String,
@@ -25,36 +22,20 @@ pub struct Seq2SeqPair {
 }
 
 impl Seq2SeqPair {
-    /// Reads the pairs of a CSV file with the columns `source` and `target`, or of JSON Lines with these keys, by the
-    /// extension ([`RecordFormat`]).
+    /// Reads the pairs in the columns `source` and `target` of a file in one of the formats of [`FieldRecords`], by its
+    /// extension.
     ///
     /// # Errors
-    /// An error if the file cannot be read, or lacks one of them.
+    /// An error if the file cannot be read, or a row lacks one of them.
     pub fn read(path: &Path) -> Result<Vec<Self>> {
-        let format = RecordFormat::of(path);
-        if format == Some(RecordFormat::Table) {
-            let expected =
-                "a CSV file or JSON Lines; convert Parquet and Arrow to JSON Lines first";
-            return invalid("data", path.display(), expected);
-        }
-        if format == Some(RecordFormat::Csv) {
-            let rows = CsvRecords::open([path], &CsvOptions::default())?;
-            let pair = |number| -> Result<Self> {
-                let row = rows.get(number)?;
-                let field = |name: &str| row.get(name).map(str::to_owned);
-                match (field("source"), field("target")) {
-                    (Some(source), Some(target)) => Ok(Self { source, target }),
-                    _ => invalid(
-                        "data",
-                        path.display(),
-                        "a file with the columns `source` and `target`",
-                    ),
-                }
-            };
-            return (0..rows.len()).map(pair).collect();
-        }
-        let rows = JsonRecords::<Self>::open([path], &JsonOptions::default())?;
-        let pair = |number| Ok(rows.get(number)?);
+        let rows = FieldRecords::open([path])?;
+        let pair = |index| {
+            let row = rows.row(index)?;
+            Ok(Self {
+                source: row.required_text("source")?.into_owned(),
+                target: row.required_text("target")?.into_owned(),
+            })
+        };
         (0..rows.len()).map(pair).collect()
     }
 
@@ -93,8 +74,7 @@ pub fn load_seq2seq(
         ..Seq2SeqPadding::default()
     };
     let collate = move |rows: Vec<Seq2SeqExample>| collate_seq2seq(&rows, padding);
-    let batches = options.batches(examples.len())?;
-    let loader = DataLoader::with(InMemory(examples.to_vec()), batches, collate, options)?;
+    let loader = DataLoader::with_collate(InMemory(examples.to_vec()), collate, options)?;
     Ok(DeviceLoader::new(loader, device))
 }
 
@@ -145,7 +125,12 @@ mod tests {
             let pair = &pairs[0];
             assert_eq!((pair.source.as_str(), pair.target.as_str()), ("one", "two"));
         }
-        let error = Seq2SeqPair::read(&folder.path().join("pairs.parquet")).unwrap_err();
-        assert!(error.to_string().contains("convert Parquet"), "{error}");
+        let path = folder.path().join("pairs.csv");
+        std::fs::write(&path, "source,goal\none,two\n").unwrap();
+        let error = Seq2SeqPair::read(&path).unwrap_err().to_string();
+        assert!(
+            error.contains("pairs.csv, record 0 (byte 12): `target` is missing"),
+            "{error}"
+        );
     }
 }

@@ -420,9 +420,8 @@ fn a_run_whose_folder_is_moved_ends_with_an_error_and_makes_no_second_one() {
             batch_size: 4,
             ..Default::default()
         };
-        let batches = options.batches(numbers.len()).expect("batches");
         let collate = |rows: Vec<f32>| Ok(Tensor::from_slice(&rows).view([-1, 1]));
-        let loader = DataLoader::with(InMemory(numbers), batches, collate, options);
+        let loader = DataLoader::with_collate(InMemory(numbers), collate, options);
         let mut loader = DeviceLoader::new(loader.expect("a loader"), Device::Cpu);
         let parameters = store.variables().into_iter().collect();
         let options = RunOptions {

@@ -115,9 +115,8 @@ fn load(
         seed,
         ..Default::default()
     };
-    let batches = options.batches(points.len())?;
     let collate = |points: Vec<[f32; 3]>| Ok(Tensor::from_slice2(&points));
-    let loader = DataLoader::with(InMemory(points.to_vec()), batches, collate, options)?;
+    let loader = DataLoader::with_collate(InMemory(points.to_vec()), collate, options)?;
     Ok(DeviceLoader::new(loader, device))
 }
 

@@ -4,11 +4,10 @@ mod arrow_file;
 mod column_json;
 mod parquet_file;
 
-use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use arrow_array::RecordBatch;
 use overdrive_core::files::FileMap;
@@ -17,11 +16,12 @@ use serde::de::DeserializeOwned;
 use self::arrow_file::ArrowFile;
 use self::column_json::row_as_json;
 use self::parquet_file::ParquetFile;
-use super::find_files;
+use super::{RecordLocation, find_files};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::index::read_source;
 use crate::range_source::{digest_of_source, registered_source};
+use crate::sampling::RecentValues;
 use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
 /// The number of decoded blocks that are cached, over all files.
@@ -78,7 +78,7 @@ pub struct TableRecords<T = serde_json::Value> {
     blocks: Vec<(u32, u32)>,
     /// The number of rows up to and including each block.
     ends: Vec<usize>,
-    cache: Mutex<VecDeque<(usize, RecordBatch)>>,
+    cache: RecentValues<usize, RecordBatch, CACHED_BLOCKS>,
     fingerprint: OnceLock<Sha256Digest>,
     item: PhantomData<fn() -> T>,
 }
@@ -118,7 +118,7 @@ impl<T> TableRecords<T> {
             files,
             blocks,
             ends,
-            cache: Mutex::default(),
+            cache: RecentValues::default(),
             fingerprint: OnceLock::new(),
             item: PhantomData,
         })
@@ -160,27 +160,35 @@ impl<T> TableRecords<T> {
     /// # Errors
     /// Returns an error if there is no such row, or if it cannot be decoded.
     pub fn batch(&self, index: usize) -> Result<(RecordBatch, usize)> {
+        let (number, file, at) = self.find(index)?;
+        let row = index + self.files[file].table.blocks()[at].rows - self.ends[number];
+        let decode = || self.decode(file, at, index);
+        let batch = self.cache.try_get_or(number, decode)?;
+        Ok((RecordBatch::clone(&batch), row))
+    }
+
+    /// Returns the location of row `index`; the offset is that of the block of the row.
+    ///
+    /// # Errors
+    /// Returns an error if there is no such row.
+    pub fn location(&self, index: usize) -> Result<RecordLocation> {
+        let (_, file, at) = self.find(index)?;
+        let OpenTable { path, table, .. } = &self.files[file];
+        Ok(RecordLocation {
+            path: path.clone(),
+            record: index - self.rows_before(file),
+            offset: table.blocks()[at].offset,
+        })
+    }
+
+    /// Returns the number of the block of row `index` over all files, its file, and its number in the file.
+    fn find(&self, index: usize) -> Result<(usize, usize, usize)> {
         let number = self.ends.partition_point(|&end| end <= index);
-        let Some(&(file, at)) = self.blocks.get(number) else {
-            return Err(Error::NoSuchRecord {
-                index,
-                len: self.rows(),
-            });
-        };
-        let row =
-            index + self.files[file as usize].table.blocks()[at as usize].rows - self.ends[number];
-        // The list is valid whenever the lock is released. Nothing is decoded under the lock.
-        let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, batch)) = lock().iter().find(|(other, _)| *other == number) {
-            return Ok((batch.clone(), row));
-        }
-        let batch = self.decode(file as usize, at as usize, index)?;
-        let mut cache = lock();
-        if cache.len() == CACHED_BLOCKS {
-            cache.pop_front();
-        }
-        cache.push_back((number, batch.clone()));
-        Ok((batch, row))
+        let &(file, at) = self.blocks.get(number).ok_or(Error::NoSuchRecord {
+            index,
+            len: self.rows(),
+        })?;
+        Ok((number, file as usize, at as usize))
     }
 
     fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
@@ -231,16 +239,14 @@ impl<T: DeserializeOwned> Dataset for TableRecords<T> {
         let (batch, row) = self.batch(index)?;
         row_as_json(&batch.slice(row, 1))
             .and_then(|json| serde_json::from_slice(&json).map_err(|error| error.to_string()))
-            .map_err(|problem| {
-                let number = self.ends.partition_point(|&end| end <= index);
-                let (file, at) = self.blocks[number];
-                let OpenTable { path, table, .. } = &self.files[file as usize];
-                Error::InvalidRecord {
-                    path: path.clone(),
-                    number: RecordNumber::Record(index - self.rows_before(file as usize)),
-                    offset: table.blocks()[at as usize].offset,
+            .map_err(|problem| match self.location(index) {
+                Ok(location) => Error::InvalidRecord {
+                    path: location.path,
+                    number: RecordNumber::Record(location.record),
+                    offset: location.offset,
                     problem: format!("unexpected row: {problem}"),
-                }
+                },
+                Err(error) => error,
             })
     }
 

@@ -1,9 +1,9 @@
 //! Parquet files, whose row groups are decoded in blocks.
 
 use std::fs::File;
-use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use arrow_array::RecordBatch;
 use bytes::Bytes;
@@ -18,6 +18,7 @@ use parquet::file::reader::{ChunkReader, Length};
 use super::{Block, TableFile};
 use crate::index::read_source;
 use crate::range_source::{RangeReader, read_error};
+use crate::read_failure::{NotedReader, ReadFailure};
 use crate::{Error, RangeSource};
 
 /// The maximum number of rows that are decoded to read one row.
@@ -71,45 +72,21 @@ impl ChunkReader for RemoteChunks {
     }
 }
 
-/// The error of the disk or of the server that a reader met first: the decoder passes on only its text.
-#[derive(Debug, Clone, Default)]
-struct Failure(Arc<Mutex<Option<io::Error>>>);
-
-impl Failure {
-    fn lock(&self) -> MutexGuard<'_, Option<io::Error>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn take(&self) -> Option<io::Error> {
-        self.lock().take()
-    }
-
-    /// Keeps an error, and returns one with its text.
-    fn note(&self, error: io::Error) -> io::Error {
-        let copy = io::Error::new(error.kind(), error.to_string());
-        // An interrupted read is repeated; a place beyond the end, or any file's, is that of damaged metadata.
-        use ErrorKind::{Interrupted, InvalidInput, UnexpectedEof};
-        if ![Interrupted, InvalidInput, UnexpectedEof].contains(&error.kind()) {
-            self.lock().get_or_insert(error);
-        }
-        copy
-    }
-
-    fn note_parquet(&self, error: ParquetError) -> ParquetError {
-        let ParquetError::External(source) = error else {
-            return error;
-        };
-        let error = source
-            .downcast::<io::Error>()
-            .map_or_else(io::Error::other, |error| *error);
-        self.note(error).into()
-    }
+/// Notes the error of a file or of a server, and returns one with its text.
+fn note(failure: &ReadFailure, error: ParquetError) -> ParquetError {
+    let ParquetError::External(source) = error else {
+        return error;
+    };
+    let error = source
+        .downcast::<io::Error>()
+        .map_or_else(io::Error::other, |error| *error);
+    failure.note(error).into()
 }
 
 /// The bytes of a file whose errors are noted.
 struct NotedChunks<C> {
     chunks: C,
-    failure: Failure,
+    failure: ReadFailure,
 }
 
 impl<C: ChunkReader> Length for NotedChunks<C> {
@@ -124,26 +101,14 @@ impl<C: ChunkReader> ChunkReader for NotedChunks<C> {
     fn get_read(&self, start: u64) -> parquet::errors::Result<Self::T> {
         let reader = self.chunks.get_read(start);
         Ok(NotedReader {
-            reader: reader.map_err(|error| self.failure.note_parquet(error))?,
+            reader: reader.map_err(|error| note(&self.failure, error))?,
             failure: self.failure.clone(),
         })
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> parquet::errors::Result<Bytes> {
         let bytes = self.chunks.get_bytes(start, length);
-        bytes.map_err(|error| self.failure.note_parquet(error))
-    }
-}
-
-struct NotedReader<R> {
-    reader: R,
-    failure: Failure,
-}
-
-impl<R: Read> Read for NotedReader<R> {
-    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        let read = self.reader.read(out);
-        read.map_err(|error| self.failure.note(error))
+        bytes.map_err(|error| note(&self.failure, error))
     }
 }
 
@@ -221,7 +186,7 @@ impl ParquetFile {
         path: &Path,
         block: &Block,
     ) -> crate::Result<RecordBatch> {
-        let failure = Failure::default();
+        let failure = ReadFailure::default();
         let chunks = NotedChunks {
             chunks: file,
             failure: failure.clone(),
