@@ -221,7 +221,7 @@ mod tests {
         assert!(label.ends_with(problem), "{label}");
         let rows = "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"x\"}\n";
         let missing = message("rows.jsonl", rows, None);
-        let problem = "rows.jsonl, record 1 (byte 25): `label` is missing; it must be a string, a number or a boolean";
+        let problem = "rows.jsonl, record 1 (byte 26): `label` is missing; it must be a string, a number or a boolean";
         assert!(missing.ends_with(problem), "{missing}");
         for (name, content) in [
             ("rows.csv", "text,label\nx,yes\ny, \nz,no\n"),

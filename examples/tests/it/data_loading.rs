@@ -294,11 +294,11 @@ fn the_error_of_a_missing_column_names_the_nearest_one() {
         text.ends_with("it has no `text`; did you mean `txt`?"),
         "{text}"
     );
-    let number = jsonl(5) + "{\"text\": 7}\n";
-    let arguments = self::arguments(folder.path(), "c.jsonl", &number);
+    let list = jsonl(5) + "{\"text\": [7]}\n";
+    let arguments = self::arguments(folder.path(), "c.jsonl", &list);
     let text = error(folder.path(), &arguments);
     assert!(
-        text.ends_with("`text` is the number 7, expected a string"),
+        text.ends_with("`text` is a list; it must be a string, a number or a boolean"),
         "{text}"
     );
 }

@@ -103,7 +103,7 @@ fn a_resumed_run_sees_the_windows_of_one_that_did_not_stop() {
     let json = serde_json::to_string(&first.state_dict()).unwrap();
     assert_eq!(
         json,
-        r#"{"epoch":1,"next_batch":2,"batches":4,"joint_batch_size":1}"#
+        r#"{"epoch":1,"next_batch":2,"batches":4,"joint_batch_size":3}"#
     );
     let mut resumed = loader(&windows, 3, 4, (0, 1));
     resumed

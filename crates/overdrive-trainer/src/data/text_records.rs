@@ -163,7 +163,10 @@ fn text_of<'a>(row: &'a FieldRow<'_>, column: &str) -> overdrive_datasets::Resul
     match row.text(column)? {
         None if row.names().contains(&column) => Ok(Cow::Borrowed("")),
         Some(text) => Ok(text),
-        None => row.required_text(column),
+        None => {
+            let names: Vec<String> = row.names().into_iter().map(str::to_owned).collect();
+            Err(row.error(format!("it has no `{column}`{}", hint(column, &names))))
+        }
     }
 }
 
