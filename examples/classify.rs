@@ -1,4 +1,4 @@
-//! Fine-tunes a sequence classifier (BERT, RoBERTa, ModernBERT) on a file of texts with labels, CSV or JSON Lines:
+//! Fine-tunes a sequence classifier (BERT, RoBERTa, ModernBERT) on a file of texts with labels, CSV, JSON or Parquet:
 //!
 //! ```text
 //! cargo xtask example classify --model google-bert/bert-base-uncased --data reviews.csv --out runs/reviews
@@ -28,7 +28,7 @@ use tch::Device;
 /// Fine-tunes a sequence classifier on texts with labels
 #[derive(Parser)]
 pub(crate) struct Flags {
-    /// File with texts and labels: .csv, .tsv, .json or .jsonl
+    /// File with texts and labels: .csv, .tsv, .json, .jsonl, or with the feature `parquet` .parquet or .arrow
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
     /// Folder or hub name of a BERT, RoBERTa or ModernBERT [default: a small BERT from scratch]

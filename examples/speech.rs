@@ -6,7 +6,7 @@
 //! cargo xtask example speech cv/train.tsv --folder cv/clips --batch-size 16 --tokenizer openai/whisper-tiny
 //! ```
 //!
-//! A manifest is CSV, TSV, JSON or JSON Lines, as in Common Voice, NeMo and Hugging Face's `audiofolder`.
+//! A manifest is CSV, TSV, JSON, JSON Lines or Parquet, as in Common Voice, NeMo and Hugging Face's `audiofolder`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -26,7 +26,7 @@ use overdrive_examples::{TextTokens, print_line};
 #[derive(Parser)]
 #[command(group = ArgGroup::new("source").args(["data", "generate"]).required(true))]
 pub(crate) struct Flags {
-    /// Manifests: CSV, TSV, JSON, JSON Lines
+    /// Manifests: CSV, TSV, JSON, JSON Lines, or with the feature `parquet` Parquet
     pub(crate) data: Vec<PathBuf>,
     /// Write twelve clips of tones and a manifest to this folder, and read them
     #[arg(long, value_name = "DIR")]

@@ -102,7 +102,7 @@ impl FieldRecords {
     /// Reads row `index`.
     ///
     /// # Errors
-    /// Returns an error if there is no such row, or if it cannot be read or is no JSON object.
+    /// Returns an error if there is no such row, or if it cannot be read or is not a JSON object.
     pub fn row(&self, index: usize) -> Result<FieldRow<'_>> {
         let fields = match &self.0 {
             Rows::Json(records) => Fields::Object(records.get(index)?),
