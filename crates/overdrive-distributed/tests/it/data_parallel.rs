@@ -109,7 +109,7 @@ const PLAIN: Case = Case {
     views: true,
     tiny_buckets: false,
 };
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     PLAIN,
     Case {
         name: "copies",
@@ -147,6 +147,11 @@ const CASES: [Case; 8] = [
     Case {
         name: "bf16",
         compression: GradientCompression::Bf16,
+        ..PLAIN
+    },
+    Case {
+        name: "fp16",
+        compression: GradientCompression::Fp16,
         ..PLAIN
     },
 ];
@@ -240,31 +245,39 @@ fn worker() {
     }
 }
 
-fn same_as_one_process(case: Case, ranks: usize, tolerance: f64) {
-    let alone = train(case, &ProcessGroup::single(), 0.0);
+fn same_as_one_process(name: &str, ranks: usize, tolerance: f64) {
+    let case = *CASES.iter().find(|case| case.name == name).unwrap();
+    let whole = Case {
+        compression: GradientCompression::None,
+        ..case
+    };
+    let alone = train(whole, &ProcessGroup::single(), 0.0);
     let moved = alone[STEPS..].iter().zip(Model::new(0.0).values());
     assert!(
         moved.map(|(a, b)| (a - b).abs()).sum::<f64>() > 10.0,
         "it trains"
     );
-    let outcome = launch(module_path!(), case.name, ranks);
+    let outcome = launch(module_path!(), name, ranks);
     outcome.launched.as_ref().unwrap();
     for rank in 0..ranks {
         let together = outcome.numbers(rank);
         assert_eq!(together.len(), alone.len());
+        let mut furthest = 0.0_f64;
         for (number, (a, b)) in alone.iter().zip(&together).enumerate() {
             let apart = (a - b).abs();
+            furthest = furthest.max(apart);
             assert!(
                 apart <= tolerance,
-                "{} on {ranks}, number {number}: {a} and {b}",
-                case.name
+                "{name} on {ranks}, number {number}: {a} and {b}"
             );
         }
+        let is_compressed = case.compression != GradientCompression::None;
+        assert_eq!(furthest > FP32, is_compressed, "{furthest}");
     }
 }
 
 macro_rules! cases {
-    ($($name:ident: $case:expr, $ranks:expr, $tolerance:expr;)*) => {$(
+    ($($name:ident: $case:literal, $ranks:expr, $tolerance:expr;)*) => {$(
         #[test]
         fn $name() {
             same_as_one_process($case, $ranks, $tolerance);
@@ -272,17 +285,23 @@ macro_rules! cases {
     )*};
 }
 
-// fp32 sums of another order: 1e-5. bf16 has 8 bits of precision, 2^-9 of each gradient, over six steps.
+/// fp32 sums of another order; what travels in fewer bits is further off.
+const FP32: f64 = 1e-5;
+
+// bf16 rounds each gradient by up to 2^-9 of it, fp16 by 2^-12, over six steps.
 cases! {
-    two_processes_train_as_one_with_the_joint_batch: CASES[0], 2, 1e-5;
-    four_processes_train_as_one_with_the_joint_batch: CASES[0], 4, 1e-5;
-    gradients_that_are_no_views_train_the_same: CASES[1], 2, 1e-5;
-    many_small_buckets_train_the_same: CASES[2], 2, 1e-5;
-    two_processes_accumulate_as_one: CASES[3], 2, 1e-5;
-    four_processes_accumulate_as_one: CASES[3], 4, 1e-5;
-    two_processes_train_with_parameters_that_are_not_always_used: CASES[4], 2, 1e-5;
-    four_processes_train_with_parameters_that_are_not_always_used: CASES[4], 4, 1e-5;
-    gradients_travel_in_bf16: CASES[5], 2, 1e-2;
+    two_processes_train_as_one_with_the_joint_batch: "plain", 2, FP32;
+    four_processes_train_as_one_with_the_joint_batch: "plain", 4, FP32;
+    gradients_that_are_no_views_train_the_same: "copies", 2, FP32;
+    many_small_buckets_train_the_same: "buckets", 2, FP32;
+    two_processes_accumulate_as_one: "accumulation", 2, FP32;
+    four_processes_accumulate_as_one: "accumulation", 4, FP32;
+    two_processes_train_with_parameters_that_are_not_always_used: "unused", 2, FP32;
+    four_processes_train_with_parameters_that_are_not_always_used: "unused", 4, FP32;
+    two_processes_train_with_a_parameter_that_a_static_graph_never_uses: "static_graph", 2, FP32;
+    two_processes_accumulate_in_a_static_graph: "static_accumulation", 2, FP32;
+    gradients_travel_in_bf16: "bf16", 2, 1e-2;
+    gradients_travel_in_fp16: "fp16", 2, 1e-3;
 }
 
 /// Trains with AdamW on the gradients of DDP; returns losses and parameters.

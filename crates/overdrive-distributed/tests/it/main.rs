@@ -6,5 +6,7 @@ mod collectives;
 mod common;
 mod data_parallel;
 mod joint_batch;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod rendezvous;
 mod subgroups;
