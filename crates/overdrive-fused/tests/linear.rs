@@ -2,12 +2,13 @@
 //! A target of its own: the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::cell::RefCell;
+
+use overdrive_core::random::Generator;
 use overdrive_fused::{Error, adjacent, joint_linear, linear};
 use overdrive_sys::gemm::{GemmLibrary, set_library};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
-
-const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// oneDNN is what is tested here, where it multiplies on this processor.
 fn library() -> GemmLibrary {
@@ -18,8 +19,23 @@ fn library() -> GemmLibrary {
         .unwrap()
 }
 
+thread_local! {
+    /// One for each test: libtorch's is the process's.
+    static GENERATOR: RefCell<Generator> = RefCell::new(Generator::new(1, 0));
+}
+
+/// Returns normal numbers, the same in every run.
+fn normal(shape: &[i64]) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let draw = |generator: &mut Generator| (0..count).map(|_| generator.normal()).collect();
+    let numbers: Vec<f64> = GENERATOR.with_borrow_mut(draw);
+    Tensor::from_slice(&numbers)
+        .view(shape)
+        .to_kind(Kind::Float)
+}
+
 fn leaf(shape: &[i64]) -> Tensor {
-    Tensor::randn(shape, F32).set_requires_grad(true)
+    normal(shape).set_requires_grad(true)
 }
 
 /// The result and the gradients of `inputs` for a fixed gradient of the result.
@@ -78,7 +94,7 @@ proptest! {
 #[test]
 fn adjacent_weights_share_one_piece_of_memory() {
     set_library(library());
-    let (a, b) = (Tensor::randn([3, 4], F32), Tensor::randn([5, 4], F32));
+    let (a, b) = (normal(&[3, 4]), normal(&[5, 4]));
     let parts = adjacent(&[&a, &b]).unwrap();
     assert_eq!((&parts[0], &parts[1]), (&a, &b));
     assert_eq!(
@@ -90,18 +106,20 @@ fn adjacent_weights_share_one_piece_of_memory() {
 #[test]
 fn frozen_weights_get_no_gradient_and_a_frozen_input_neither() {
     set_library(library());
-    let (x, w) = (leaf(&[2, 3]), Tensor::randn([4, 3], F32));
+    let (x, w) = (leaf(&[2, 3]), normal(&[4, 3]));
     linear(&x, &w, None).unwrap().sum(None).backward();
     assert!(x.grad().defined());
-    let (x, w) = (Tensor::randn([2, 3], F32), leaf(&[4, 3]));
+    let (x, w) = (normal(&[2, 3]), leaf(&[4, 3]));
     linear(&x, &w, None).unwrap().sum(None).backward();
     assert!(w.grad().defined() && !x.requires_grad());
 }
 
 #[test]
 fn f64_is_libtorchs_own_and_can_be_differentiated_twice() {
-    let double =
-        |shape: &[i64]| Tensor::randn(shape, (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    let double = |shape: &[i64]| {
+        let leaf = normal(shape).to_kind(Kind::Double);
+        leaf.set_requires_grad(true)
+    };
     let (x, w) = (double(&[2, 3]), double(&[4, 3]));
     assert_eq!(linear(&x, &w, None).unwrap(), x.linear::<&Tensor>(&w, None));
     overdrive_autograd::gradgradcheck(
@@ -139,7 +157,7 @@ fn under_autocast_the_results_are_those_of_autocast() {
 
 #[test]
 fn shapes_that_do_not_fit_are_named() {
-    let (x, w) = (Tensor::randn([2, 3], F32), Tensor::randn([4, 5], F32));
+    let (x, w) = (normal(&[2, 3]), normal(&[4, 5]));
     let error = linear(&x, &w, None).unwrap_err();
     assert!(matches!(
         error,
@@ -149,8 +167,8 @@ fn shapes_that_do_not_fit_are_named() {
         error.to_string(),
         "`weight of linear` has shape [4, 5]; it must be (O, 3) for x of shape [2, 3]"
     );
-    let w = Tensor::randn([4, 3], F32);
-    let error = linear(&x, &w, Some(&Tensor::randn([3], F32))).unwrap_err();
+    let w = normal(&[4, 3]);
+    let error = linear(&x, &w, Some(&normal(&[3]))).unwrap_err();
     assert!(
         error
             .to_string()

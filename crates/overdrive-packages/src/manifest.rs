@@ -193,15 +193,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_later_format_is_refused_by_its_number() {
-        let error = Manifest::parse(r#"{"format_version": 9}"#).unwrap_err();
-        assert!(
-            error.contains("format_version 9") && error.contains("up to 1"),
-            "{error}"
-        );
-    }
-
-    #[test]
     fn a_name_has_one_size_in_all_inputs() {
         let spec: TensorSpec = serde_json::from_str(
             r#"{"name": "ids", "dtype": "int64", "shape": [{"name": "batch", "min": 1, "max": 4}, 3]}"#,

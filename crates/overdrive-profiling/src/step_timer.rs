@@ -244,7 +244,7 @@ impl StepTimer {
     }
 
     #[cfg(test)]
-    fn advance(&self, by: std::time::Duration) {
+    pub(crate) fn advance(&self, by: std::time::Duration) {
         // Tests move the last boundary into the past instead of sleeping.
         let boundary = self.charged_until.get();
         self.charged_until

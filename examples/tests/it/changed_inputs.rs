@@ -7,7 +7,7 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{RunFolder, TextData, TrainingArguments};
 
 use crate::alone;
-use crate::resume::{arguments, latest, train};
+use crate::resume::{arguments, latest, train_whole};
 
 /// A text whose most frequent pairs of letters are others than those of the runs' text.
 const OTHER_TEXT: &str = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.\n";
@@ -17,7 +17,7 @@ fn a_run_on_changed_data_is_refused_by_name_or_resumes_with_its_tokenizer() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let first = arguments(dir.path());
-    let (trained, _) = train(dir.path(), &first, "run", u64::MAX / 8, &|_| 0.0);
+    let (trained, _) = train_whole(dir.path(), &first, "run");
     trained.unwrap();
     let run = dir.path().join("run");
     let written =
@@ -31,7 +31,7 @@ fn a_run_on_changed_data_is_refused_by_name_or_resumes_with_its_tokenizer() {
         max_steps: 14,
         ..first
     };
-    let (refused, _) = train(dir.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0);
+    let (refused, _) = train_whole(dir.path(), &resumed, "run");
     let error = refused.unwrap_err().to_string();
     for part in [
         "checkpoint-12 was saved with other inputs: `data` was ",
@@ -46,7 +46,7 @@ fn a_run_on_changed_data_is_refused_by_name_or_resumes_with_its_tokenizer() {
         resume_with_changes: true,
         ..resumed.clone()
     };
-    let (trained, _) = train(dir.path(), &changed, "run", u64::MAX / 8, &|_| 0.0);
+    let (trained, _) = train_whole(dir.path(), &changed, "run");
     assert_eq!(trained.unwrap().resumed_step, 12);
     let tokenizer = |step| fs::read(run.join(format!("checkpoint-{step}/tokenizer.json"))).unwrap();
     assert!(
@@ -58,7 +58,7 @@ fn a_run_on_changed_data_is_refused_by_name_or_resumes_with_its_tokenizer() {
         max_steps: 15,
         ..resumed
     };
-    let (trained, _) = train(dir.path(), &longer, "run", u64::MAX / 8, &|_| 0.0);
+    let (trained, _) = train_whole(dir.path(), &longer, "run");
     assert_eq!(trained.unwrap().resumed_step, 14);
 }
 
@@ -71,7 +71,7 @@ fn arguments_that_the_state_depends_on_are_refused_by_name_and_the_others_are_fr
         output_dir: Some(dir.path().join("run")),
         ..arguments(dir.path())
     };
-    let (trained, _) = train(dir.path(), &first, "run", u64::MAX / 8, &|_| 0.0);
+    let (trained, _) = train_whole(dir.path(), &first, "run");
     trained.unwrap();
     let group = ProcessGroup::single();
     let resume = |change: &dyn Fn(&mut TrainingArguments)| -> Result<Option<u64>> {
@@ -181,9 +181,7 @@ fn a_run_whose_snapshots_are_damaged_fails_and_keeps_its_metrics() {
         resume_from_checkpoint: latest(),
         ..arguments(dir.path())
     };
-    train(dir.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0)
-        .0
-        .unwrap();
+    train_whole(dir.path(), &resumed, "run").0.unwrap();
     let run = dir.path().join("run");
     let metrics = fs::read(run.join("metrics.jsonl")).unwrap();
     for step in [5, 10, 12] {
@@ -192,7 +190,7 @@ fn a_run_whose_snapshots_are_damaged_fails_and_keeps_its_metrics() {
         *bytes.last_mut().unwrap() ^= 1;
         fs::write(&path, bytes).unwrap();
     }
-    let (refused, _) = train(dir.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0);
+    let (refused, _) = train_whole(dir.path(), &resumed, "run");
     let error = refused.unwrap_err().to_string();
     for part in [
         "no snapshot in ",

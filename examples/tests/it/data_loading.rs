@@ -9,8 +9,8 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::tracking::{JsonLines, Trackers, read_metrics};
 use overdrive::trainer::{
-    Evaluation, ModelArguments, RunOptions, RunSummary, SampleBy, SequenceMode, TextData,
-    TrainingArguments, evaluate, new_model,
+    Evaluation, RunOptions, RunSummary, SampleBy, SequenceMode, TextData, TrainingArguments,
+    evaluate, new_model,
 };
 use tch::{Device, Tensor};
 
@@ -46,23 +46,10 @@ fn arguments(folder: &Path, name: &str, content: &str) -> TrainingArguments {
     let file = folder.join(name);
     fs::write(&file, content).unwrap();
     TrainingArguments {
-        data: vec![file],
-        use_cpu: true,
-        vocab_size: 300,
-        context_length: 32,
-        validation_fraction: 0.2,
         max_steps: 6,
         per_device_train_batch_size: 4,
         per_device_eval_batch_size: 4,
-        learning_rate: 1e-2,
-        model: ModelArguments {
-            hidden_size: 32,
-            intermediate_size: 64,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            ..ModelArguments::default()
-        },
-        ..TrainingArguments::default()
+        ..fit::tiny(file)
     }
 }
 

@@ -7,7 +7,7 @@ use overdrive::tracking::read_metrics;
 use overdrive::trainer::{ResumeFromCheckpoint, TrainingArguments};
 
 use crate::alone;
-use crate::resume::{arguments, latest, losses, train};
+use crate::resume::{arguments, latest, losses, train_whole};
 
 #[test]
 fn a_run_that_goes_back_keeps_its_new_snapshots_and_sets_the_old_branch_aside() {
@@ -18,9 +18,7 @@ fn a_run_that_goes_back_keeps_its_new_snapshots_and_sets_the_old_branch_aside() 
         save_steps: 3.0,
         ..arguments(dir.path())
     };
-    let whole = |arguments: &TrainingArguments| {
-        train(dir.path(), arguments, "run", u64::MAX / 8, &|_| 0.0).0
-    };
+    let whole = |arguments: &TrainingArguments| train_whole(dir.path(), arguments, "run").0;
     whole(&first).unwrap();
     // The user's copy: its name is no name of the run's.
     let copy = run.join("checkpoint-3-keep");

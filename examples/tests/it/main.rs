@@ -16,6 +16,8 @@ mod full_disk;
 mod generation_flags;
 mod going_back;
 mod host_reads;
+#[path = "../../../on_python/mod.rs"]
+mod on_python;
 mod outputs;
 #[cfg(any(feature = "image", feature = "speech"))]
 mod pictures_and_sound;

@@ -8,7 +8,7 @@ use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::TrainingArguments;
 
 use crate::alone;
-use crate::resume::{arguments, latest, train};
+use crate::resume::{arguments, latest, train, train_whole};
 
 /// The seconds of a step of two micro-batches: each takes 1 s forward and 2 s backward, the optimizer 0.5 s.
 const STEP: f64 = 6.5;
@@ -113,7 +113,7 @@ fn rates_and_times_are_those_of_the_device_when_the_host_is_ahead_of_it() {
         resume_from_checkpoint: latest(),
         ..every_five
     };
-    let (summary, _) = train(folder.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0);
+    let (summary, _) = train_whole(folder.path(), &resumed, "run");
     let summary = summary.unwrap();
     let records = metrics(folder.path());
     assert_eq!(records.len(), 12);

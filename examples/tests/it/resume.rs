@@ -10,9 +10,8 @@ use overdrive::optim::Ema;
 use overdrive::snapshot::{Scope, Snapshot};
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::trainer::{
-    Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
-    RunOptions, RunSummary, SaveStrategy, TextData, TrainingArguments, model_flops, new_model,
-    snapshot_files,
+    Evaluation, IntervalStrategy, OptimizerName, ResumeFromCheckpoint, RunFolder, RunOptions,
+    RunSummary, SaveStrategy, TextData, TrainingArguments, model_flops, new_model, snapshot_files,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -34,29 +33,18 @@ pub(crate) fn arguments(folder: &Path) -> TrainingArguments {
         }
     }
     TrainingArguments {
-        data: vec![text],
-        use_cpu: true,
-        vocab_size: 300,
-        context_length: 32,
-        validation_fraction: 0.2,
         max_steps: 12,
         save_steps: 5.0,
-        learning_rate: 1e-2,
         max_eval_batches: Some(2),
         per_device_train_batch_size: 2,
         gradient_accumulation_steps: 2,
         logging_steps: 1.0,
-        samples: 0,
-        model: ModelArguments {
-            hidden_size: 32,
-            intermediate_size: 64,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            ..ModelArguments::default()
-        },
-        ..TrainingArguments::default()
+        ..fit::tiny(text)
     }
 }
+
+/// More steps than any run has.
+const TO_THE_END: u64 = u64::MAX;
 
 /// A tracker that panics in the step after `left` steps, before its snapshot, and so ends the run as a kill does.
 struct Killed {
@@ -86,6 +74,15 @@ pub(crate) fn train(
 ) -> (Result<RunSummary>, CausalLm) {
     let (trained, model) = fit(folder, arguments, run, steps, evaluation);
     (trained.map(|(summary, _)| summary), model)
+}
+
+/// Trains in `run` as [`train`] does, to the end.
+pub(crate) fn train_whole(
+    folder: &Path,
+    arguments: &TrainingArguments,
+    run: &str,
+) -> (Result<RunSummary>, CausalLm) {
+    train(folder, arguments, run, TO_THE_END, &|_| 0.0)
 }
 
 /// Trains as [`train`] does, and also returns the averaged weights at the end.
@@ -196,7 +193,7 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
     for (number, change) in changes.into_iter().enumerate() {
         let dir = tempfile::tempdir().unwrap();
         let whole = change(plain(dir.path()));
-        let (summary, uninterrupted) = train(dir.path(), &whole, "whole", u64::MAX / 8, &|_| 0.0);
+        let (summary, uninterrupted) = train_whole(dir.path(), &whole, "whole");
         assert_eq!(summary.unwrap().losses.len(), 12);
 
         // Killed in step 8, and again before it has saved anything new.
@@ -209,7 +206,7 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
             let error = killed.unwrap_err().to_string();
             assert!(error.contains("killed"), "{error}");
         }
-        let (summary, model) = train(dir.path(), &resumed, "killed", u64::MAX / 8, &|_| 0.0);
+        let (summary, model) = train_whole(dir.path(), &resumed, "killed");
         let summary = summary.unwrap();
         assert_eq!((summary.resumed_step, summary.losses.len()), (5, 7));
         assert_eq!(
@@ -217,10 +214,7 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
             losses(dir.path(), "whole"),
             "{number}"
         );
-        let pairs = uninterrupted.named_parameters().into_iter();
-        for ((name, one), (_, other)) in pairs.zip(model.named_parameters()) {
-            assert_eq!(one, other, "{number}: {name}");
-        }
+        fit::equal(&uninterrupted, &model);
     }
 }
 
@@ -242,9 +236,7 @@ fn a_run_resumes_with_the_learning_rate_the_weight_decay_and_the_betas_of_its_ow
             zero_stage,
             ..arguments(dir.path())
         };
-        train(dir.path(), &first, "run", u64::MAX / 8, &|_| 0.0)
-            .0
-            .unwrap();
+        train_whole(dir.path(), &first, "run").0.unwrap();
         let other = TrainingArguments {
             max_steps: 4,
             learning_rate: 4e-3,
@@ -254,7 +246,7 @@ fn a_run_resumes_with_the_learning_rate_the_weight_decay_and_the_betas_of_its_ow
             resume_from_checkpoint: latest(),
             ..first
         };
-        let (summary, _) = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0);
+        let (summary, _) = train_whole(dir.path(), &other, "run");
         assert_eq!(summary.unwrap().resumed_step, 2);
         let rates: Vec<f64> = losses(dir.path(), "run")
             .iter()
@@ -298,7 +290,7 @@ fn a_run_resumes_in_another_precision_with_a_new_loss_scaler_or_without_one() {
             resume_from_checkpoint: latest(),
             ..arguments(dir.path())
         };
-        let (summary, _) = train(dir.path(), &arguments, "run", u64::MAX / 8, &|_| 0.0);
+        let (summary, _) = train_whole(dir.path(), &arguments, "run");
         summary.unwrap().resumed_step
     };
     assert_eq!([step(1, true), step(2, false), step(3, true)], [0, 1, 2]);
@@ -337,7 +329,7 @@ fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() 
         };
         fit_on(&data, &arguments, steps, &|_| 0.0)
     };
-    let (summary, uninterrupted) = run("whole", u64::MAX / 8);
+    let (summary, uninterrupted) = run("whole", TO_THE_END);
     assert_eq!(summary.unwrap().0.losses.len(), 6);
     let records = read_metrics(dir.path().join("whole/metrics.jsonl"))
         .unwrap()
@@ -356,13 +348,10 @@ fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() 
     for steps in 1..6 {
         let name = format!("killed-{steps}");
         assert!(run(&name, steps).0.is_err());
-        let (summary, model) = run(&name, u64::MAX / 8);
+        let (summary, model) = run(&name, TO_THE_END);
         assert_eq!(summary.unwrap().0.resumed_step, steps);
         assert_eq!(losses(dir.path(), &name), losses(dir.path(), "whole"));
-        let pairs = uninterrupted.named_parameters().into_iter();
-        for ((name, one), (_, other)) in pairs.zip(model.named_parameters()) {
-            assert_eq!(one, other, "killed after {steps}: {name}");
-        }
+        fit::equal(&uninterrupted, &model);
     }
 }
 
@@ -381,10 +370,10 @@ fn a_mixture_resumes_with_the_same_records_and_logs_the_epochs_of_its_sources() 
         resume_from_checkpoint: latest(),
         ..arguments(dir.path())
     };
-    let whole = train(dir.path(), &mixed, "whole", u64::MAX / 8, &|_| 0.0);
+    let whole = train_whole(dir.path(), &mixed, "whole");
     whole.0.unwrap();
     assert!(train(dir.path(), &mixed, "killed", 8, &|_| 0.0).0.is_err());
-    let resumed = train(dir.path(), &mixed, "killed", u64::MAX / 8, &|_| 0.0);
+    let resumed = train_whole(dir.path(), &mixed, "killed");
     assert_eq!(resumed.0.unwrap().resumed_step, 5);
     assert_eq!(losses(dir.path(), "killed"), losses(dir.path(), "whole"));
 
@@ -429,23 +418,11 @@ fn a_mixture_resumes_with_the_same_records_and_logs_the_epochs_of_its_sources() 
 fn a_snapshot_is_the_folder_of_a_model() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
-    let (summary, model) = train(
-        dir.path(),
-        &arguments(dir.path()),
-        "run",
-        u64::MAX / 8,
-        &|_| 0.0,
-    );
+    let (summary, model) = train_whole(dir.path(), &arguments(dir.path()), "run");
     summary.unwrap();
     let snapshot = dir.path().join("run/checkpoint-12");
     let loaded = CausalLm::from_pretrained(&snapshot, &Default::default()).unwrap();
-    for ((name, one), (_, other)) in model
-        .named_parameters()
-        .into_iter()
-        .zip(loaded.named_parameters())
-    {
-        assert_eq!(one, other, "{name}");
-    }
+    fit::equal(&model, &loaded);
     assert!(snapshot.join("tokenizer.json").is_file());
 }
 
@@ -458,14 +435,12 @@ fn a_fresh_run_begins_where_there_is_nothing_to_go_on_from() {
         max_steps: 3,
         ..arguments(dir.path())
     };
-    let (summary, _) = train(dir.path(), &resumed, "run", u64::MAX / 8, &|_| 0.0);
+    let (summary, _) = train_whole(dir.path(), &resumed, "run");
     assert_eq!(summary.unwrap().resumed_step, 0);
     // Killed before the first snapshot: the lines of its steps are not told twice.
     let (killed, _) = train(dir.path(), &resumed, "other", 2, &|_| 0.0);
     assert!(killed.is_err());
-    train(dir.path(), &resumed, "other", u64::MAX / 8, &|_| 0.0)
-        .0
-        .unwrap();
+    train_whole(dir.path(), &resumed, "other").0.unwrap();
     assert_eq!(losses(dir.path(), "other"), losses(dir.path(), "run"));
 
     let nowhere = TrainingArguments {
@@ -483,9 +458,7 @@ fn a_snapshot_of_another_model_is_refused_with_the_differences_named() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let mut other = arguments(dir.path());
-    train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
-        .0
-        .unwrap();
+    train_whole(dir.path(), &other, "run").0.unwrap();
     other.model.intermediate_size = 48;
     other.resume_from_checkpoint = latest();
     for (resume_with_changes, expected) in [
@@ -496,7 +469,7 @@ fn a_snapshot_of_another_model_is_refused_with_the_differences_named() {
         ),
     ] {
         other.resume_with_changes = resume_with_changes;
-        let error = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
+        let error = train_whole(dir.path(), &other, "run")
             .0
             .unwrap_err()
             .to_string();
@@ -519,7 +492,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     };
     // The second evaluation, after step 4, is the best; three worse ones follow.
     let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 0.5][evaluation as usize - 1];
-    let (summary, model) = train(dir.path(), &best, "run", u64::MAX / 8, &found);
+    let (summary, model) = train(dir.path(), &best, "run", TO_THE_END, &found);
     let summary = summary.unwrap();
     let best_of = |summary: &RunSummary| summary.best.as_ref().map(|best| (best.step, best.metric));
     assert_eq!(
@@ -535,19 +508,13 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     let kept = |step: u64| run.join(format!("checkpoint-{step}")).exists();
     assert!(kept(4) && kept(10) && !kept(2) && !kept(6) && !kept(8));
     let stored = CausalLm::from_pretrained(run.join("checkpoint-4"), &Default::default()).unwrap();
-    for ((name, one), (_, other)) in model
-        .named_parameters()
-        .into_iter()
-        .zip(stored.named_parameters())
-    {
-        assert_eq!(one, other, "{name}");
-    }
+    fit::equal(&model, &stored);
     // By a metric of the program, of which a greater value is better.
     let by_score = TrainingArguments {
         metric_for_best_model: Some("eval_score".to_owned()),
         ..best.clone()
     };
-    let (by_score, _) = train(dir.path(), &by_score, "score", u64::MAX / 8, &found);
+    let (by_score, _) = train(dir.path(), &by_score, "score", TO_THE_END, &found);
     assert_eq!(best_of(&by_score.unwrap()), Some((4, -1.0)));
     let metrics = read_metrics(dir.path().join("score/metrics.jsonl")).unwrap();
     assert_eq!(metrics.records[3].extra["eval_score"], -1.0);
@@ -556,7 +523,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
         resume_from_checkpoint: latest(),
         ..best.clone()
     };
-    let (summary, _) = train(dir.path(), &again, "run", u64::MAX / 8, &found);
+    let (summary, _) = train(dir.path(), &again, "run", TO_THE_END, &found);
     let summary = summary.unwrap();
     assert_eq!(
         (summary.losses.len(), best_of(&summary)),
@@ -568,7 +535,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
         save_total_limit: None,
         ..best
     };
-    train(dir.path(), &only_best, "only", u64::MAX / 8, &found)
+    train(dir.path(), &only_best, "only", TO_THE_END, &found)
         .0
         .unwrap();
     let exists = |step: u64| dir.path().join(format!("only/checkpoint-{step}")).exists();
@@ -595,7 +562,7 @@ fn rotation_keeps_the_best_also_if_it_is_not_loaded_at_the_end() {
     // The second evaluation, after step 4, is the best.
     let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 2.1][evaluation as usize - 1];
     for (arguments, name, last) in [(evaluated, "steps", 12), (only_best, "best", 10)] {
-        let (summary, _) = train(dir.path(), &arguments, name, u64::MAX / 8, &found);
+        let (summary, _) = train(dir.path(), &arguments, name, TO_THE_END, &found);
         summary.unwrap();
         let kept = Snapshot::list(dir.path().join(name)).unwrap();
         let steps: Vec<u64> = kept.iter().map(Snapshot::step).collect();
@@ -617,7 +584,7 @@ fn the_averages_at_the_end_are_those_of_the_best_snapshot() {
         ..arguments(dir.path())
     };
     let found = |evaluation: u64| [3.0, 1.0, 2.0][evaluation as usize - 1];
-    let (trained, _) = fit(dir.path(), &averaged, "run", u64::MAX / 8, &found);
+    let (trained, _) = fit(dir.path(), &averaged, "run", TO_THE_END, &found);
     let (summary, ema) = trained.unwrap();
     assert_eq!(summary.best.unwrap().step, 4);
     let best = Snapshot::open(dir.path().join("run/checkpoint-4")).unwrap();
@@ -643,7 +610,7 @@ fn a_run_is_evaluated_before_its_first_step_where_that_is_asked_for() {
     };
     // The second run resumes, and is not evaluated again.
     for arguments in [plain, longer] {
-        let (summary, _) = train(dir.path(), &arguments, "run", u64::MAX / 8, &|_| 5.5);
+        let (summary, _) = train(dir.path(), &arguments, "run", TO_THE_END, &|_| 5.5);
         summary.unwrap();
     }
     let records = read_metrics(dir.path().join("run/metrics.jsonl"))

@@ -1,14 +1,16 @@
 //! A small run of the example `seq2seq`: it learns, and its folder generates and is read by transformers.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use overdrive::generation::{GenerationConfig, ModelFiles, generate};
 use overdrive::transformer::{LoadOptions, Seq2SeqLm};
 
 use crate::alone;
+use crate::on_python::python;
 use crate::seq2seq_example::{Flags, run};
 
-fn flags(out: std::path::PathBuf) -> Flags {
+fn flags(out: PathBuf) -> Flags {
     Flags {
         out,
         model: None,
@@ -21,11 +23,10 @@ fn flags(out: std::path::PathBuf) -> Flags {
     }
 }
 
-#[test]
-fn a_model_from_scratch_learns_to_reverse_words_and_goes_on_from_its_folder() {
+/// Trains a model from scratch to reverse words, and goes on from its folder; returns the last folder.
+fn reversing(dir: &Path) -> PathBuf {
     let _alone = alone();
-    let dir = tempfile::tempdir().unwrap();
-    let folder = dir.path().join("reverse");
+    let folder = dir.join("reverse");
     let exact = run(&flags(folder.clone())).unwrap();
     // Half of the words have two or three letters, and may be among those that were trained; the others are new.
     assert!(exact > 0.7, "{exact}");
@@ -42,7 +43,7 @@ fn a_model_from_scratch_learns_to_reverse_words_and_goes_on_from_its_folder() {
     assert_eq!(tokenizer.decode(&written, true).unwrap(), "cba");
 
     // From that folder, with pairs of a file.
-    let data = dir.path().join("pairs.csv");
+    let data = dir.join("pairs.csv");
     let rows: String = (0..60).map(|_| "abc,cba\nfed,def\n").collect();
     std::fs::write(&data, format!("source,target\n{rows}")).unwrap();
     let again = Flags {
@@ -51,11 +52,22 @@ fn a_model_from_scratch_learns_to_reverse_words_and_goes_on_from_its_folder() {
         steps: 20,
         held_out: 20,
         learning_rate: 1e-4,
-        ..flags(dir.path().join("again"))
+        ..flags(dir.join("again"))
     };
     assert_eq!(run(&again).unwrap(), 1.0);
+    again.out
+}
 
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+#[test]
+fn a_model_from_scratch_learns_to_reverse_words_and_goes_on_from_its_folder() {
+    reversing(tempfile::tempdir().unwrap().path());
+}
+
+#[test]
+#[ignore = "needs Python with torch and transformers"]
+fn transformers_reads_a_trained_folder_and_reverses_words_on_python() {
+    let python = python(&["torch", "transformers"]);
+    let dir = tempfile::tempdir().unwrap();
     let script = "
 import sys, torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -64,19 +76,9 @@ model, tokenizer = (auto.from_pretrained(sys.argv[1]) for auto in (AutoModelForS
 ids = tokenizer('abc', return_tensors='pt', return_token_type_ids=False)
 print(tokenizer.decode(model.generate(**ids)[0], skip_special_tokens=True))
 ";
-    let probe = Command::new(&python)
-        .args(["-c", "import transformers, torch"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import transformers; set OVERDRIVE_PYTHON to one that can"
-        );
-        return;
-    }
-    let folder = dir.path().join("again");
     let output = Command::new(&python)
         .args(["-c", script])
-        .arg(&folder)
+        .arg(reversing(dir.path()))
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use overdrive::datasets::{TokenStore, load_tokenizer};
 use overdrive::distributed::ProcessGroup;
 use overdrive::trainer::{
-    IntervalStrategy, ModelArguments, RunFolder, RunSummary, TextData, TrainingArguments,
-    new_model, write_results,
+    IntervalStrategy, RunFolder, RunSummary, TextData, TrainingArguments, new_model, write_results,
 };
 use tch::Device;
 
+use crate::fit;
 use crate::tokenize_example::{Flags, run};
 
 /// A tokenizer of 330 tokens with `</s>` and without `<|endoftext|>`.
@@ -35,18 +35,9 @@ fn flags(data: PathBuf, out: PathBuf) -> Flags {
 
 fn arguments(data: &Path) -> TrainingArguments {
     TrainingArguments {
-        data: vec![data.to_owned()],
-        use_cpu: true,
         context_length: 16,
-        validation_fraction: 0.2,
-        model: ModelArguments {
-            hidden_size: 32,
-            intermediate_size: 64,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            ..ModelArguments::default()
-        },
-        ..TrainingArguments::default()
+        vocab_size: TrainingArguments::default().vocab_size,
+        ..fit::tiny(data.to_owned())
     }
 }
 

@@ -7,13 +7,14 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    ModelArguments, RunFolder, RunOptions, RunSummary, TextData, TrainingArguments, TrainingRun,
-    batch_loss, new_model, write_results,
+    RunFolder, RunOptions, RunSummary, TextData, TrainingArguments, TrainingRun, batch_loss,
+    new_model, write_results,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
 
 use crate::alone;
+use crate::fit;
 
 fn arguments(folder: &Path) -> TrainingArguments {
     let text = folder.join("text");
@@ -24,23 +25,11 @@ fn arguments(folder: &Path) -> TrainingArguments {
     }
     TrainingArguments {
         output_dir: Some(folder.join("run")),
-        data: vec![text],
-        use_cpu: true,
         vocab_size: 320,
-        context_length: 32,
-        validation_fraction: 0.2,
         max_steps: 30,
-        learning_rate: 1e-2,
         max_eval_batches: Some(4),
         samples: 2,
-        model: ModelArguments {
-            hidden_size: 32,
-            intermediate_size: 64,
-            num_hidden_layers: 1,
-            num_attention_heads: 2,
-            ..ModelArguments::default()
-        },
-        ..TrainingArguments::default()
+        ..fit::tiny(text)
     }
 }
 

@@ -14,7 +14,7 @@ use overdrive::core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 use overdrive::distributed::{Launch, ProcessGroup, RunEnd};
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
-    DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
+    DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, OptimizerName,
     ResumeFromCheckpoint, RunFolder, RunOptions, RunSummary, SaveStrategy, TextData,
     TrainingArguments, evaluate, new_model, snapshot_files, train_with_batch_that_fits,
 };
@@ -36,6 +36,7 @@ mod tune_example;
 
 #[path = "../fit/mod.rs"]
 mod fit;
+use fit::equal;
 mod kills;
 mod processes;
 mod signals;
@@ -221,30 +222,16 @@ impl Workshop {
 
     fn arguments(&self) -> TrainingArguments {
         TrainingArguments {
-            data: vec![self.path("text")],
-            use_cpu: true,
             threads: Some(1),
-            vocab_size: 300,
-            context_length: 32,
-            validation_fraction: 0.2,
             max_steps: 12,
             save_steps: 3.0,
             // The tests watch metrics.jsonl while a run writes it.
             logging_steps: 1.0,
-            learning_rate: 1e-2,
             max_eval_batches: Some(3),
             per_device_train_batch_size: 2,
-            samples: 0,
             ddp_timeout: 30.0,
             resume_from_checkpoint: Some(ResumeFromCheckpoint::Latest(true)),
-            model: ModelArguments {
-                hidden_size: 32,
-                intermediate_size: 64,
-                num_hidden_layers: 1,
-                num_attention_heads: 2,
-                ..ModelArguments::default()
-            },
-            ..TrainingArguments::default()
+            ..fit::tiny(self.path("text"))
         }
     }
 
@@ -300,13 +287,6 @@ impl Workshop {
         entries
             .into_iter()
             .any(|entry| entry.file_name().to_string_lossy().ends_with(".tmp"))
-    }
-}
-
-fn equal(one: &CausalLm, other: &CausalLm) {
-    let pairs = one.named_parameters().into_iter();
-    for ((name, one), (_, other)) in pairs.zip(other.named_parameters()) {
-        assert_eq!(one, other, "{name}");
     }
 }
 

@@ -4,7 +4,9 @@ use std::os::unix::fs::PermissionsExt;
 
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::trainer::decoder_shape;
-use overdrive::trainer::{FinetuneArguments, Interrupt, Trials, TuneCandidate, TuneOutcome};
+use overdrive::trainer::{
+    FinetuneArguments, Interrupt, ModelArguments, Trials, TuneCandidate, TuneOutcome,
+};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
 
 use super::*;

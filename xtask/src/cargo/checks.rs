@@ -212,36 +212,43 @@ mod tests {
         }
     }
 
-    /// Returns the names of the tests in `folder` that need a GPU, with their files.
-    fn gpu_tests(folder: &Path, found: &mut Vec<(PathBuf, String)>) {
+    /// Returns the names of the tests in `folder` that are ignored for a reason that begins with `reason`, with their
+    /// files.
+    fn ignored_tests(folder: &Path, reason: &str, found: &mut Vec<(PathBuf, String)>) {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             let is_output = path.file_name().is_some_and(|name| name == "target");
             if path.is_dir() && !is_output {
-                gpu_tests(&path, found);
+                ignored_tests(&path, reason, found);
             }
             if path.extension().is_none_or(|extension| extension != "rs") {
                 continue;
             }
             let text = fs::read_to_string(&path).unwrap();
             let mut lines = text.lines().map(str::trim);
-            while lines.any(|line| line == r#"#[ignore = "needs a CUDA GPU"]"#) {
+            let ignored = format!(r#"#[ignore = "{reason}"#);
+            while lines.any(|line| line.starts_with(&ignored)) {
                 let name = lines.find_map(|line| line.strip_prefix("fn ")).unwrap();
                 found.push((path.clone(), name.to_owned()));
             }
         }
     }
 
-    /// `cargo xtask test` selects them by this part of their names.
+    /// Commands select them by this part of their names.
     #[test]
-    fn every_test_that_needs_a_gpu_says_so_in_its_name() {
-        let mut found = Vec::new();
-        for folder in ["benches", "crates", "examples", "gpu-check", "xtask"] {
-            gpu_tests(&workspace().join(folder), &mut found);
+    fn every_test_that_needs_a_gpu_or_python_says_so_in_its_name() {
+        for (reason, part) in [
+            ("needs a CUDA GPU", "on_a_gpu"),
+            ("needs Python", "on_python"),
+        ] {
+            let mut found = Vec::new();
+            for folder in ["benches", "crates", "examples", "gpu-check", "xtask"] {
+                ignored_tests(&workspace().join(folder), reason, &mut found);
+            }
+            assert!(found.len() > 20, "{found:?}");
+            found.retain(|(_, name)| !name.contains(part));
+            assert!(found.is_empty(), "they never run: {found:#?}");
         }
-        assert!(found.len() > 20, "{found:?}");
-        found.retain(|(_, name)| !name.contains("on_a_gpu"));
-        assert!(found.is_empty(), "they never run: {found:#?}");
     }
 
     #[test]

@@ -2,12 +2,11 @@
 
 use std::path::Path;
 
-use crate::common::{cases, fixture};
+use crate::common::fixture;
 use overdrive_datasets::{
     CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation,
     IndexOptions, JsonOptions, JsonRecords, LabeledTexts, TextLines, TextOptions,
 };
-use proptest::prelude::*;
 
 fn open(path: &Path, unpack: bool) -> overdrive_datasets::Result<TextLines> {
     let index = IndexOptions {
@@ -139,34 +138,4 @@ fn compressed_json_arrays_are_recognized_by_their_content() {
         JsonRecords::<serde_json::Value>::open([dir.path()], &JsonOptions::default()).unwrap();
     assert_eq!(records.len(), 2);
     assert_eq!(records.get(1).unwrap()["a"], 2);
-}
-
-proptest! {
-    #![proptest_config(cases(128))]
-
-    #[test]
-    fn changed_bytes_never_cause_a_panic(
-        name in prop::sample::select(vec!["blocks.txt.gz", "frames.txt.zst", "plain_frames.txt.zst", "single_stream.txt.gz"]),
-        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
-        cut in any::<prop::sample::Index>(),
-        head in any::<bool>(),
-    ) {
-        let mut bytes = std::fs::read(fixture(&format!("compressed/{name}"))).unwrap();
-        let len = if cut.index(4) == 0 { 1 + cut.index(bytes.len()) } else { bytes.len() };
-        bytes.truncate(len);
-        for (at, value) in changes {
-            let at = at.index(if head { bytes.len().min(40) } else { bytes.len() });
-            bytes[at] = value;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join(name);
-        std::fs::write(&path, &bytes).unwrap();
-        // Damage may make blocks a stream, which is unpacked into the folder.
-        let index = IndexOptions { location: IndexLocation::Folder(dir.path().join("unpacked")), ..IndexOptions::default() };
-        if let Ok(lines) = TextLines::open([&path], &TextOptions { index, ..TextOptions::default() }) {
-            for index in 0..lines.len().min(100) {
-                let _ = lines.get(index);
-            }
-        }
-    }
 }

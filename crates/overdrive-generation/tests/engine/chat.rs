@@ -5,9 +5,9 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use overdrive_generation::{
-    Answer, CacheShape, ChatBatchOptions, ChatTemplate, EngineConfig, EngineModel, Error,
-    FinishReason, GenerateOptions, GenerationConfig, Message, RaggedStep, Tokenizer, chat_batch,
-    chat_batch_with, conversation_from_json, generate_with_options,
+    Answer, ChatBatchOptions, ChatTemplate, EngineConfig, EngineModel, Error, FinishReason,
+    GenerateOptions, GenerationConfig, Message, RaggedStep, Tokenizer, chat_batch, chat_batch_with,
+    conversation_from_json, generate_with_options,
 };
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use serde_json::json;
@@ -272,17 +272,7 @@ fn an_answer_is_handed_out_before_later_ones_are_computed() {
 struct Counting<'a>(&'a CausalLm, Cell<usize>);
 
 impl EngineModel for Counting<'_> {
-    fn cache_shape(&self) -> overdrive_generation::Result<CacheShape> {
-        EngineModel::cache_shape(self.0)
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(self.0)
-    }
-
-    fn context(&self) -> usize {
-        self.0.context()
-    }
+    forwards_shape!(0);
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> overdrive_generation::Result<Tensor> {
         self.1.set(self.1.get() + 1);

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use overdrive_core::random::Generator;
 use overdrive_generation::{
-    CacheShape, Completion, Engine, EngineConfig, EngineModel, Event, FinishReason,
-    GenerationConfig, RaggedStep, Request, RequestId, Result, generate,
+    Completion, Engine, EngineConfig, EngineModel, Event, FinishReason, GenerationConfig,
+    RaggedStep, Request, RequestId, Result, generate,
 };
 use overdrive_transformer::{
     CausalLm, DeltaNetConfig, InitOptions, LayerType, LlamaConfig, LlamaFamily,
@@ -19,17 +19,7 @@ const POISON: i64 = 39;
 struct Poisonable(CausalLm);
 
 impl EngineModel for Poisonable {
-    fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.0.cache_shape())
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(&self.0)
-    }
-
-    fn context(&self) -> usize {
-        self.0.context()
-    }
+    forwards_shape!(0);
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         let last = step

@@ -3,8 +3,8 @@
 use std::ops::ControlFlow;
 
 use overdrive_generation::{
-    CacheShape, Engine, EngineConfig, EngineModel, Error, GenerateOptions, GenerationConfig,
-    ImagePatches, RaggedStep, Request, Result, generate_with_options,
+    Engine, EngineConfig, EngineModel, Error, GenerateOptions, GenerationConfig, ImagePatches,
+    RaggedStep, Request, Result, generate_with_options,
 };
 use overdrive_transformer::{CausalLm, ImageFeatures, VisionConfig};
 use tch::Tensor;
@@ -149,17 +149,7 @@ fn samples_and_proposals_continue_after_the_positions_of_images() {
 struct Blind(CausalLm);
 
 impl EngineModel for Blind {
-    fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.0.cache_shape())
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(&self.0)
-    }
-
-    fn context(&self) -> usize {
-        self.0.context()
-    }
+    forwards_shape!(0);
 
     fn vision(&self) -> Option<&VisionConfig> {
         EngineModel::vision(&self.0)

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_generation::{
-    CacheShape, ChatTemplate, Engine, EngineConfig, EngineHandle, EngineModel, Error,
-    GenerationConfig, Message, Outcome, RaggedStep, Request, Result, chat_batch,
+    ChatTemplate, Engine, EngineConfig, EngineHandle, EngineModel, Error, GenerationConfig,
+    Message, Outcome, RaggedStep, Request, Result, chat_batch,
 };
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
@@ -34,17 +34,7 @@ impl Loading {
 }
 
 impl EngineModel for Loading {
-    fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.model.cache_shape())
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(&self.model)
-    }
-
-    fn context(&self) -> usize {
-        self.model.context()
-    }
+    forwards_shape!(model);
 
     fn loads_on_first_use(&self) -> bool {
         true

@@ -12,6 +12,8 @@ mod gguf_export;
 mod gguf_files;
 mod gguf_settings;
 mod gguf_tokenizers;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod options;
 mod quantized_cache;
 mod seq2seq;

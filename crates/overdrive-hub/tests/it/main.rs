@@ -5,5 +5,7 @@ mod broken_answers;
 mod cache;
 mod datasets;
 mod names;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod python;
 mod server;

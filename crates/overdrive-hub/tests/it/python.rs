@@ -5,21 +5,12 @@ use std::process::Command;
 
 use overdrive_hub::model_path;
 
+use crate::on_python::python;
 use crate::server::{COMMIT, Hub, NAME, weights};
 
-/// Runs `script` with huggingface_hub; `None`, with a word, where there is none.
-fn python(script: &str, hub: &str, cache: &Path, offline: bool) -> Option<String> {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args(["-c", "import huggingface_hub"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import huggingface_hub; set OVERDRIVE_PYTHON to one that can"
-        );
-        return None;
-    }
-    let output = Command::new(python)
+/// Runs `script` with huggingface_hub and returns what it prints.
+fn run(script: &str, hub: &str, cache: &Path, offline: bool) -> String {
+    let output = Command::new(python(&["huggingface_hub"]))
         .args(["-c", script])
         .env("HF_ENDPOINT", hub)
         .env("HF_HUB_CACHE", cache)
@@ -31,7 +22,7 @@ fn python(script: &str, hub: &str, cache: &Path, offline: bool) -> Option<String
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    Some(text(&output.stdout).trim().to_owned())
+    text(&output.stdout).trim().to_owned()
 }
 
 fn hub(weights: &[u8]) -> Hub {
@@ -39,7 +30,8 @@ fn hub(weights: &[u8]) -> Hub {
 }
 
 #[test]
-fn python_finds_what_was_downloaded_here() {
+#[ignore = "needs Python with huggingface_hub"]
+fn python_finds_what_was_downloaded_here_on_python() {
     let weights = weights(1000);
     let (hub, folder) = (hub(&weights), tempfile::tempdir().unwrap());
     let path = model_path(NAME, &hub.options(folder.path())).unwrap();
@@ -52,21 +44,19 @@ fn python_finds_what_was_downloaded_here() {
         assert repository.repo_id == 'org/name' and repository.size_on_disk == 1002, repository\n\
         assert revision.refs == {'main'}, revision\n\
         print(folder)";
-    if let Some(found) = python(script, &hub.url, folder.path(), true) {
-        assert_eq!(Path::new(&found), path);
-    }
+    let found = run(script, &hub.url, folder.path(), true);
+    assert_eq!(Path::new(&found), path);
 }
 
 #[test]
-fn what_python_downloaded_is_found_here() {
+#[ignore = "needs Python with huggingface_hub"]
+fn what_python_downloaded_is_found_here_on_python() {
     let weights = weights(1000);
     let (hub, folder) = (hub(&weights), tempfile::tempdir().unwrap());
     let script = "import huggingface_hub as h\n\
         for name in ['config.json', 'model.safetensors']:\n    path = h.hf_hub_download('org/name', name)\n\
         print(path)";
-    let Some(found) = python(script, &hub.url, folder.path(), false) else {
-        return;
-    };
+    let found = run(script, &hub.url, folder.path(), false);
     let mut offline = hub.options(folder.path());
     offline.offline = true;
     let path = model_path(NAME, &offline).unwrap();

@@ -212,21 +212,6 @@ pub(crate) fn write_case(folder: &Path, reference: &CausalLm, scenes: &[Scene], 
     fs::write(folder.join("case.json"), spec.to_string()).unwrap();
 }
 
-/// Python with onnx and onnxruntime, or `None` and a line that says so.
-pub(crate) fn python() -> Option<String> {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args(["-c", "import numpy, onnx, onnxruntime"])
-        .output();
-    if probe.is_ok_and(|output| output.status.success()) {
-        return Some(python);
-    }
-    eprintln!(
-        "SKIPPED: {python} cannot import numpy, onnx and onnxruntime; set OVERDRIVE_PYTHON to one that can"
-    );
-    None
-}
-
 /// Runs `check_onnx.py` over the cases in `root`.
 pub(crate) fn check(python: &str, root: &Path, cases: usize) {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/check_onnx.py");

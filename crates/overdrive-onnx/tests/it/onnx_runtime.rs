@@ -3,7 +3,8 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::common::{CASES, Promise, Scene, check, fixture, python, small, write_case};
+use crate::common::{CASES, Promise, Scene, check, fixture, small, write_case};
+use crate::on_python::python;
 use overdrive_lora::{AddOptions, LoraConfig, MergeOptions, TargetModules};
 use overdrive_onnx::{
     Activations, Attention, ExportOptions, ExternalData, LogitsFor, Precision, export,
@@ -16,6 +17,7 @@ use overdrive_transformer::{
 
 /// A folder of cases.
 struct Cases {
+    python: String,
     root: tempfile::TempDir,
     count: usize,
 }
@@ -23,6 +25,7 @@ struct Cases {
 impl Cases {
     fn new() -> Cases {
         Cases {
+            python: python(&["numpy", "onnx", "onnxruntime"]),
             root: tempfile::tempdir().unwrap(),
             count: 0,
         }
@@ -42,8 +45,8 @@ impl Cases {
         write_case(&folder, model, &Scene::usual(model), promise);
     }
 
-    fn check(&self, python: &str) {
-        check(python, self.root.path(), self.count);
+    fn check(&self) {
+        check(&self.python, self.root.path(), self.count);
     }
 }
 
@@ -53,8 +56,8 @@ fn depends_on_length(case: &str) -> bool {
 }
 
 #[test]
-fn every_architecture_computes_the_same_at_the_default_opset() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn every_architecture_computes_the_same_at_the_default_opset_on_python() {
     let mut cases = Cases::new();
     for case in CASES {
         let promise = Promise {
@@ -63,15 +66,15 @@ fn every_architecture_computes_the_same_at_the_default_opset() {
         };
         cases.add(case, &mut fixture(case), &ExportOptions::default(), promise);
     }
-    cases.check(&python);
+    cases.check();
 }
 
 /// Fixtures whose heads are of a width that ONNX Runtime's operator does not take.
 const NARROW: [&str; 1] = ["mistral"];
 
 #[test]
-fn every_opset_and_form_of_attention_computes_the_same() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn every_opset_and_form_of_attention_computes_the_same_on_python() {
     let mut cases = Cases::new();
     for opset in 18..=26 {
         // The operator sets differ in GELU, norms, rotation and windows.
@@ -108,12 +111,12 @@ fn every_opset_and_form_of_attention_computes_the_same() {
             cases.add(&name, &mut fixture(case), &options, promise);
         }
     }
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn other_layouts_and_precisions_compute_the_same() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn other_layouts_and_precisions_compute_the_same_on_python() {
     let mut cases = Cases::new();
     let external = ExportOptions {
         external_data: ExternalData::Always,
@@ -148,12 +151,12 @@ fn other_layouts_and_precisions_compute_the_same() {
         };
         cases.add(&format!("half_{case}"), &mut fixture(case), &half, promise);
     }
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn the_last_logits_alone_are_those_of_the_last_token() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn the_last_logits_alone_are_those_of_the_last_token_on_python() {
     let mut cases = Cases::new();
     let mut model = fixture("llama_gqa");
     let options = ExportOptions {
@@ -165,7 +168,7 @@ fn the_last_logits_alone_are_those_of_the_last_token() {
     let scenes = [Scene::new("token", &model, [2, 1], 0, true)];
     // Greedy decoding takes the last logits of longer sequences as well.
     write_case(&folder, &model, &scenes, Promise::default());
-    cases.check(&python);
+    cases.check();
 }
 
 /// Models whose widths every scheme takes, with logits that tell tokens apart.
@@ -227,16 +230,16 @@ fn quantized_cases(cases: &mut Cases, activations: Activations, promise: Promise
 }
 
 #[test]
-fn quantized_weights_give_the_logits_of_the_dequantized_model() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn quantized_weights_give_the_logits_of_the_dequantized_model_on_python() {
     let mut cases = Cases::new();
     quantized_cases(&mut cases, Activations::Float, Promise::default());
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn a_quantized_table_beside_another_head_is_looked_up() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn a_quantized_table_beside_another_head_is_looked_up_on_python() {
     let mut cases = Cases::new();
     let options = ExportOptions {
         activations: Activations::Float,
@@ -267,12 +270,12 @@ fn a_quantized_table_beside_another_head_is_looked_up() {
             write_case(&folder, &model, &Scene::usual(&model), Promise::default());
         }
     }
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn activations_in_8_bits_stay_near_the_dequantized_model() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn activations_in_8_bits_stay_near_the_dequantized_model_on_python() {
     let mut cases = Cases::new();
     // Each of some ten products rounds its inputs to 1/254 of their largest: the logits, relative to the
     // largest, are off by a few hundredths at most.
@@ -283,12 +286,12 @@ fn activations_in_8_bits_stay_near_the_dequantized_model() {
         ..Promise::default()
     };
     quantized_cases(&mut cases, Activations::Int8, promise);
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn int8_activations_by_token_are_those_of_our_own_kernels() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn int8_activations_by_token_are_those_of_our_own_kernels_on_python() {
     let mut cases = Cases::new();
     for (name, config) in quantizable() {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
@@ -303,12 +306,12 @@ fn int8_activations_by_token_are_those_of_our_own_kernels() {
         };
         cases.add(name, &mut model, &ExportOptions::default(), promise);
     }
-    cases.check(&python);
+    cases.check();
 }
 
 #[test]
-fn a_merged_adapter_is_part_of_the_written_weights() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn a_merged_adapter_is_part_of_the_written_weights_on_python() {
     let mut cases = Cases::new();
     for (name, quantization) in [("dense", None), ("int8", Some("int8-weight"))] {
         let config = small(LlamaFamily::Llama).into();
@@ -339,13 +342,13 @@ fn a_merged_adapter_is_part_of_the_written_weights() {
             Promise::default(),
         );
     }
-    cases.check(&python);
+    cases.check();
 }
 
 /// The merged head has codes of its own; a graph with one name for both would give it those of the table.
 #[test]
-fn a_quantized_head_that_was_tied_until_an_adapter_was_merged_keeps_its_codes() {
-    let Some(python) = python() else { return };
+#[ignore = "needs Python with numpy, onnx and onnxruntime"]
+fn a_quantized_head_that_was_tied_until_an_adapter_was_merged_keeps_its_codes_on_python() {
     let mut cases = Cases::new();
     let config = LlamaConfig {
         tie_word_embeddings: true,
@@ -384,5 +387,5 @@ fn a_quantized_head_that_was_tied_until_an_adapter_was_merged_keeps_its_codes() 
         );
         write_case(&folder, &model, &Scene::usual(&model), Promise::default());
     }
-    cases.check(&python);
+    cases.check();
 }

@@ -34,6 +34,7 @@ pub(crate) struct Run<'a> {
     pub(crate) prefix: &'static str,
     pub(crate) names: &'static [&'static str],
     pub(crate) skipped: &'static str,
+    pub(crate) steps: i64,
     pub(crate) parameters: BTreeMap<&'static str, Tensor>,
 }
 
@@ -57,6 +58,7 @@ impl<'a> Run<'a> {
             prefix,
             names,
             skipped: "proj.bias",
+            steps: STEPS,
             parameters: names.iter().map(|&name| (name, leaf(name))).collect(),
         }
     }
@@ -106,9 +108,20 @@ impl<'a> Run<'a> {
         case: &str,
         part: impl Fn(&str) -> Option<&'static str>,
     ) -> f64 {
+        self.worst_difference_by(optimizer, case, part, Self::step)
+    }
+
+    /// [`Run::worst_difference`] with other steps than [`Run::step`].
+    pub(crate) fn worst_difference_by(
+        &self,
+        optimizer: &mut dyn Optimizer,
+        case: &str,
+        part: impl Fn(&str) -> Option<&'static str>,
+        step: impl Fn(&Self, &mut dyn Optimizer, i64),
+    ) -> f64 {
         let (mut worst, mut compared) = (0f64, 0);
-        for t in 0..STEPS {
-            self.step(optimizer, t);
+        for t in 0..self.steps {
+            step(self, optimizer, t);
             for name in self.names {
                 let key = format!("{case}.{}.{name}", t + 1);
                 if let Some(expected) = self.fixture.get(&key) {

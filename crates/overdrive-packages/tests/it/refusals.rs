@@ -130,7 +130,11 @@ fn metadata_of_a_later_format_is_refused() {
     later["format_version"] = json!(2);
     let error = refused_with(json!({"AOTI_DEVICE_KEY": "cpu"}), &later);
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error:?}");
-    assert!(error.to_string().contains("format_version 2"), "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("format_version 2") && text.contains("up to 1"),
+        "{text}"
+    );
     let error = refused_with(json!({}), &json!("no object"));
     assert!(matches!(error, Error::InvalidManifest { .. }), "{error:?}");
 }

@@ -1,11 +1,13 @@
 //! Folders in, folders out.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
+use overdrive_core::random::Generator;
 use overdrive_quantization::{
     CalibrationOptions, CheckpointOptions, Error, Filter, GptqOptions, GroupOptions,
     InputCollector, Migration, Moments, Progress, QuantizationConfig, QuantizedWeight, Scheme,
@@ -19,8 +21,23 @@ const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 const WIDTH: i64 = 64;
 const LAYERS: i64 = 3;
 
+thread_local! {
+    /// One for each test: libtorch's is the process's.
+    static GENERATOR: RefCell<Generator> = RefCell::new(Generator::new(1, 0));
+}
+
+/// Returns normal numbers, the same in every run.
+fn normal(shape: &[i64]) -> Tensor {
+    let count: i64 = shape.iter().product();
+    let draw = |generator: &mut Generator| (0..count).map(|_| generator.normal()).collect();
+    let numbers: Vec<f64> = GENERATOR.with_borrow_mut(draw);
+    Tensor::from_slice(&numbers)
+        .view(shape)
+        .to_kind(Kind::Float)
+}
+
 fn random(shape: &[i64]) -> Tensor {
-    Tensor::randn(shape, CPU) * 0.05
+    normal(shape) * 0.05
 }
 
 /// Returns the tensors of a small Llama model.
@@ -153,14 +170,13 @@ fn every_scheme_is_written_so_that_it_reads_back() {
 fn a_tied_embedding_can_be_quantized_and_then_the_whole_file_is_small() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");
-    let wide = |shape: &[i64]| Tensor::randn(shape, CPU);
     let mut tensors = vec![
-        ("model.embed_tokens.weight".to_owned(), wide(&[1024, 512])),
-        ("model.norm.weight".to_owned(), wide(&[512])),
+        ("model.embed_tokens.weight".to_owned(), normal(&[1024, 512])),
+        ("model.norm.weight".to_owned(), normal(&[512])),
     ];
     for map in ["q_proj", "k_proj", "v_proj", "o_proj"] {
         let name = format!("model.layers.0.self_attn.{map}.weight");
-        tensors.push((name, wide(&[512, 512])));
+        tensors.push((name, normal(&[512, 512])));
     }
     save(&dir, &tensors, &config(true));
     for (name, ratio) in [("nf4", 7.2), ("int8", 3.9)] {

@@ -6,6 +6,8 @@
 
 mod cache;
 mod failures;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod order;
 mod records;
 mod server;

@@ -12,6 +12,7 @@ use overdrive_datasets::{
 use overdrive_remote::{data_paths, open};
 use serde_json::Value;
 
+use crate::on_python::python;
 use crate::records::json_lines;
 use crate::server::{Server, options};
 
@@ -23,7 +24,7 @@ struct Moto {
 
 impl Moto {
     fn start() -> Moto {
-        let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+        let python = python(&["moto.server"]);
         // A port that was free a moment ago.
         let port = TcpListener::bind("127.0.0.1:0")
             .unwrap()
@@ -50,10 +51,7 @@ impl Moto {
         let started = Instant::now();
         while TcpStream::connect(&moto.host).is_err() {
             let ended = moto.process.try_wait().unwrap();
-            assert!(
-                ended.is_none(),
-                "moto ended: {ended:?}; `pip install 'moto[server]'`"
-            );
+            assert!(ended.is_none(), "moto ended: {ended:?}");
             assert!(
                 started.elapsed() < Duration::from_secs(120),
                 "moto does not start"
@@ -137,8 +135,8 @@ fn records(path: PathBuf) -> JsonRecords<Value> {
 }
 
 #[test]
-#[ignore = "needs Python's moto[server]: OVERDRIVE_PYTHON=python3 cargo test -p overdrive-remote --test it -- --ignored s3"]
-fn objects_of_s3_are_read_with_signed_requests() {
+#[ignore = "needs Python with moto[server]"]
+fn objects_of_s3_are_read_with_signed_requests_on_python() {
     let moto = Moto::start();
     let lines = json_lines();
     assert_eq!(moto.send("PUT", "/bucket", b"").0, 200);

@@ -5,24 +5,13 @@ use std::process::Command;
 
 use serde_json::json;
 
+use crate::on_python::python;
 use crate::support::{NAME, TestServer, model, template, tokenizer};
 
 #[test]
-fn lm_eval_scores_agree_with_those_of_transformers() {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args([
-            "-c",
-            "import lm_eval, torch, transformers, aiohttp, tenacity",
-        ])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import lm_eval with its `api` extra, torch and transformers; \
-             set OVERDRIVE_PYTHON to one that can"
-        );
-        return;
-    }
+#[ignore = "needs Python with lm_eval[api], torch and transformers"]
+fn lm_eval_scores_agree_with_those_of_transformers_on_python() {
+    let python = python(&["lm_eval", "torch", "transformers", "aiohttp", "tenacity"]);
     let folder = tempfile::tempdir().unwrap();
     model()
         .save_pretrained(folder.path(), &Default::default())

@@ -13,6 +13,8 @@ mod evaluation;
 mod images;
 mod limits;
 mod lm_eval;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod openai_client;
 mod pooling;
 mod reasoning;

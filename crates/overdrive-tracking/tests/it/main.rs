@@ -8,6 +8,9 @@ mod mlflow;
 mod mlflow_python;
 #[cfg(feature = "mlflow")]
 mod mlflow_server;
+#[cfg(any(feature = "mlflow", feature = "wandb"))]
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod report;
 #[cfg(feature = "wandb")]
 mod wandb;

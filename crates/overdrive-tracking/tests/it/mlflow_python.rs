@@ -9,6 +9,8 @@ use std::time::Duration;
 use overdrive_tracking::{MlFlow, MlFlowOptions, StepMetrics, Tracker};
 use serde_json::{Value, json};
 
+use crate::on_python::python;
+
 /// The server, until it is dropped.
 struct Server {
     child: Child,
@@ -67,13 +69,9 @@ fn step(step: u64) -> StepMetrics {
 }
 
 #[test]
-fn a_real_server_has_every_value_once_also_after_an_outage_and_a_restart() {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python).args(["-c", "import mlflow"]).output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!("SKIPPED: {python} cannot import mlflow; set OVERDRIVE_PYTHON to one that can");
-        return;
-    }
+#[ignore = "needs Python with mlflow"]
+fn a_real_server_has_every_value_once_also_after_an_outage_and_a_restart_on_python() {
+    let python = python(&["mlflow"]);
     let folder = tempfile::tempdir().unwrap();
     let mut server = Server::start(&python, folder.path());
     let file = folder.path().join("mlflow_run_id");

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use overdrive_generation::{
-    CacheShape, ChoiceConstraint, Completion, Engine, EngineConfig, EngineHandle, EngineModel,
-    Error, Event, FinishReason, GenerateOptions, GenerationConfig, RaggedStep, Request, Result,
-    Tokenizer, generate, generate_with_options,
+    ChoiceConstraint, Completion, Engine, EngineConfig, EngineHandle, EngineModel, Error, Event,
+    FinishReason, GenerateOptions, GenerationConfig, RaggedStep, Request, Result, Tokenizer,
+    generate, generate_with_options,
 };
 use overdrive_kv_cache::PagedCacheConfig;
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
@@ -520,17 +520,7 @@ impl Faulty {
 }
 
 impl EngineModel for Faulty {
-    fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.model.cache_shape())
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(&self.model)
-    }
-
-    fn context(&self) -> usize {
-        self.model.context()
-    }
+    forwards_shape!(model);
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.calls.set(self.calls.get() + 1);

@@ -2,6 +2,8 @@
 
 use std::ops::ControlFlow;
 
+use overdrive_generation::CacheShape;
+
 use super::*;
 
 /// Computes a request; returns its tokens and the tokens that were handed out.

@@ -249,17 +249,7 @@ fn a_cancelled_request_has_none_before_its_prompt_is_read() {
 struct FailsOnce<'a>(&'a CausalLm, RefCell<Vec<Vec<usize>>>);
 
 impl EngineModel for FailsOnce<'_> {
-    fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(self.0.cache_shape())
-    }
-
-    fn vocab_size(&self) -> usize {
-        EngineModel::vocab_size(self.0)
-    }
-
-    fn context(&self) -> usize {
-        self.0.context()
-    }
+    forwards_shape!(0);
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         EngineModel::forward(self.0, step)

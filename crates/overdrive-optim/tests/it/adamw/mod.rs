@@ -3,49 +3,18 @@
 mod errors;
 mod states;
 
-use std::collections::BTreeMap;
-
 use overdrive_optim::{
     AdamW, AdamWConfig, Error, GradScaling, Implementation, Optimizer, ParamGroup, StateDict,
 };
 use overdrive_sys::grad;
 use tch::{Device, Kind, Tensor};
 
-const NAMES: [&str; 4] = ["proj.weight", "proj.bias", "conv.weight", "gain"];
-const DECAYED: [&str; 2] = ["proj.weight", "conv.weight"];
-const BASES: i64 = 5;
-const STEPS: i64 = 50;
+use crate::common::{Run, Tensors, difference, fixture};
 
-type Tensors = BTreeMap<String, Tensor>;
-
-fn fixture() -> Tensors {
-    let path = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/tests/fixtures/adamw.safetensors"
-    );
-    Tensor::read_safetensors(path)
-        .expect("run gen_optim.py in tests/fixtures to make adamw.safetensors")
-        .into_iter()
-        .collect()
-}
+const NAMES: &[&str] = &["proj.weight", "proj.bias", "conv.weight", "gain"];
 
 fn leaf(tensor: &Tensor, kind: Kind) -> Tensor {
     tensor.copy().to_kind(kind).set_requires_grad(true)
-}
-
-fn groups_of(parameters: &BTreeMap<&'static str, Tensor>) -> Vec<ParamGroup> {
-    let of = |decayed: bool| {
-        let names = NAMES
-            .iter()
-            .filter(move |name| DECAYED.contains(name) == decayed);
-        names
-            .map(|&name| (name.to_string(), parameters[name].shallow_clone()))
-            .collect::<Vec<_>>()
-    };
-    vec![
-        ParamGroup::new("decay", of(true)).with_weight_decay(0.1),
-        ParamGroup::new("no_decay", of(false)).with_weight_decay(0.0),
-    ]
 }
 
 fn config() -> AdamWConfig {
@@ -57,190 +26,107 @@ fn config() -> AdamWConfig {
 }
 
 /// The run that gen_optim.py describes.
-struct Run {
-    fixture: Tensors,
-    parameters: BTreeMap<&'static str, Tensor>,
-    optimizer: AdamW,
-    kind: Kind,
-    scale: Option<f64>,
+fn start(fixture: &Tensors, config: AdamWConfig, kind: Kind) -> (Run<'_>, AdamW) {
+    let mut run = Run::new(fixture, NAMES, kind);
+    run.steps = 50;
+    let optimizer = AdamW::new(run.groups(), config).unwrap();
+    (run, optimizer)
 }
 
-impl Run {
-    fn new(config: AdamWConfig, kind: Kind) -> Self {
-        let fixture = fixture();
-        let parameters: BTreeMap<_, _> = NAMES
-            .map(|name| (name, leaf(&fixture[&format!("initial.{name}")], kind)))
-            .into();
-        let optimizer = AdamW::new(groups_of(&parameters), config).unwrap();
-        Self {
-            fixture,
-            parameters,
-            optimizer,
-            kind,
-            scale: None,
-        }
-    }
-
-    fn step(&mut self, t: i64) {
-        self.optimizer
-            .set_learning_rate(1e-2 * (1.0 - t as f64 / 60.0))
-            .unwrap();
-        for name in NAMES {
-            let base = &self.fixture[&format!("base.{}.{name}", t % BASES)];
-            let gradient = (base * (1.0 + t as f64 / 10.0)).to_kind(self.kind);
-            let gradient = self
-                .scale
-                .map_or(gradient.shallow_clone(), |scale| gradient * scale);
-            let parameter = &self.parameters[name];
-            if name == "proj.bias" && t % 3 == 0 {
-                grad::clear(parameter).unwrap();
-            } else {
-                grad::set(parameter, &gradient).unwrap();
-            }
-        }
-        match self.scale {
-            None => self.optimizer.step().unwrap(),
-            Some(scale) => {
-                let found_inf = Tensor::from(if t % 7 == 3 { 1f32 } else { 0.0 });
-                let grad_scale = Tensor::from(scale as f32);
-                let scaling = GradScaling {
-                    grad_scale: Some(&grad_scale),
-                    found_inf: &found_inf,
-                };
-                assert!(self.optimizer.step_scaled(&scaling).unwrap());
-            }
-        }
-    }
-
-    /// The largest difference over all checkpoints, relative to the largest value of the tensor.
-    fn worst_difference(&mut self, case: &str) -> f64 {
-        let mut worst = 0f64;
-        for t in 0..STEPS {
-            self.step(t);
-            if [1, 10, STEPS].contains(&(t + 1)) {
-                for name in NAMES {
-                    let expected = &self.fixture[&format!("{case}.{}.{name}", t + 1)];
-                    worst = worst.max(difference(&self.parameters[name], expected));
-                }
-            }
-        }
-        let state = self.optimizer.state_dict().unwrap().tensors;
-        let prefix = format!("{case}.state.");
-        let of_case = self
-            .fixture
-            .iter()
-            .filter_map(|(key, t)| Some((key.strip_prefix(&prefix)?, t)));
-        let mut compared = 0;
-        for (key, expected) in of_case {
-            worst = worst.max(difference(&state[key], expected));
-            compared += 1;
-        }
-        assert_eq!(
-            compared,
-            state.len(),
-            "{case}: as many state tensors as torch has"
-        );
-        println!("{case}: {worst:.1e}");
-        worst
-    }
+fn step(run: &Run<'_>, optimizer: &mut dyn Optimizer, t: i64) {
+    let rate = 1e-2 * (1.0 - t as f64 / 60.0);
+    optimizer.set_learning_rate(rate).unwrap();
+    run.step(optimizer, t);
 }
 
-fn difference(a: &Tensor, b: &Tensor) -> f64 {
-    assert_eq!(a.size(), b.size());
-    assert_eq!(a.kind(), b.kind());
-    let (a, b) = (a.detach().to_kind(Kind::Double), b.to_kind(Kind::Double));
-    let largest = b.abs().max().double_value(&[]).max(1e-30);
-    (a - b).abs().max().double_value(&[]) / largest
+/// A step of scaled gradients, every seventh of which are not finite.
+fn scaled_step(run: &Run<'_>, optimizer: &mut dyn Optimizer, t: i64) {
+    let rate = 1e-2 * (1.0 - t as f64 / 60.0);
+    optimizer.set_learning_rate(rate).unwrap();
+    run.set_gradients(t);
+    for parameter in run.parameters.values() {
+        let mut gradient = parameter.grad();
+        if gradient.defined() {
+            let _ = gradient.g_mul_scalar_(1024.0);
+        }
+    }
+    let scaling = GradScaling {
+        grad_scale: Some(&Tensor::from(1024f32)),
+        found_inf: &Tensor::from(if t % 7 == 3 { 1f32 } else { 0.0 }),
+    };
+    assert!(optimizer.step_scaled(&scaling).unwrap());
 }
 
 #[test]
-fn fused_adamw_equals_torch_fused() {
-    assert!(Run::new(config(), Kind::Float).worst_difference("fused") <= 1e-6);
-}
-
-#[test]
-fn fused_adamw_equals_torch_foreach() {
-    assert!(Run::new(config(), Kind::Float).worst_difference("foreach") <= 1e-6);
-}
-
-#[test]
-fn plain_adamw_equals_torch_foreach() {
-    let config = AdamWConfig {
+fn parameters_and_states_equal_those_of_torch() {
+    let fixture = fixture("adamw");
+    let plain = || AdamWConfig {
         implementation: Implementation::Plain,
         ..config()
     };
-    assert!(Run::new(config, Kind::Float).worst_difference("foreach") <= 1e-6);
-}
-
-#[test]
-fn plain_amsgrad_equals_torch_foreach() {
-    let implementation = Implementation::Plain;
-    let config = AdamWConfig {
-        implementation,
+    let amsgrad = |config| AdamWConfig {
         amsgrad: true,
-        ..config()
+        ..config
     };
-    assert!(Run::new(config, Kind::Float).worst_difference("amsgrad_foreach") <= 1e-6);
-}
-
-#[test]
-fn fused_amsgrad_equals_torch() {
-    let config = AdamWConfig {
-        amsgrad: true,
-        ..config()
+    let maximize = |config| AdamWConfig {
+        maximize: true,
+        ..config
     };
-    assert!(Run::new(config, Kind::Float).worst_difference("amsgrad") <= 1e-6);
-}
-
-#[test]
-fn maximize_equals_torch_on_both_paths() {
-    for implementation in [Implementation::Fused, Implementation::Plain] {
-        let config = AdamWConfig {
-            maximize: true,
-            implementation,
-            ..config()
+    for (case, config, kind, tolerance) in [
+        ("fused", config(), Kind::Float, 1e-6),
+        ("foreach", config(), Kind::Float, 1e-6),
+        ("foreach", plain(), Kind::Float, 1e-6),
+        ("amsgrad_foreach", amsgrad(plain()), Kind::Float, 1e-6),
+        ("amsgrad", amsgrad(config()), Kind::Float, 1e-6),
+        ("maximize", maximize(config()), Kind::Float, 1e-6),
+        ("maximize", maximize(plain()), Kind::Float, 1e-6),
+        ("double", config(), Kind::Double, 1e-12),
+        ("bfloat16", config(), Kind::BFloat16, 1.0 / 256.0),
+        ("scaled", config(), Kind::Float, 1e-6),
+    ] {
+        let implementation = config.implementation;
+        let (run, mut optimizer) = start(&fixture, config, kind);
+        let own = |part: &str| {
+            let parts = ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"];
+            parts.into_iter().find(|name| *name == part)
         };
-        assert!(Run::new(config, Kind::Float).worst_difference("maximize") <= 1e-6);
+        let step = if case == "scaled" { scaled_step } else { step };
+        let worst = run.worst_difference_by(&mut optimizer, case, own, step);
+        assert!(worst <= tolerance, "{case}, {implementation:?}: {worst}");
+        let prefix = format!("{case}.state.");
+        let theirs = fixture
+            .keys()
+            .filter(|key| key.starts_with(&prefix))
+            .count();
+        assert_eq!(
+            optimizer.state_dict().unwrap().tensors.len(),
+            theirs,
+            "{case}"
+        );
     }
-}
-
-#[test]
-fn double_parameters_equal_torch() {
-    assert!(Run::new(config(), Kind::Double).worst_difference("double") <= 1e-12);
-}
-
-#[test]
-fn bfloat16_parameters_equal_torch() {
-    assert!(Run::new(config(), Kind::BFloat16).worst_difference("bfloat16") <= 1.0 / 256.0);
-}
-
-#[test]
-fn scaled_steps_with_infinities_equal_torch() {
-    let mut run = Run::new(config(), Kind::Float);
-    run.scale = Some(1024.0);
-    assert!(run.worst_difference("scaled") <= 1e-6);
 }
 
 #[test]
 fn a_step_with_found_inf_changes_no_parameter_and_no_state() {
-    let mut run = Run::new(config(), Kind::Float);
-    run.step(1);
-    let copies = |run: &Run| -> Vec<Tensor> {
-        let state = run.optimizer.state_dict().unwrap();
+    let fixture = fixture("adamw");
+    let (run, mut optimizer) = start(&fixture, config(), Kind::Float);
+    step(&run, &mut optimizer, 1);
+    let copies = |optimizer: &AdamW| -> Vec<Tensor> {
+        let state = optimizer.state_dict().unwrap();
         run.parameters
             .values()
             .chain(state.tensors.values())
             .map(Tensor::copy)
             .collect()
     };
-    let before = copies(&run);
+    let before = copies(&optimizer);
     let found_inf = Tensor::from(1f32);
     let scaling = GradScaling {
         grad_scale: None,
         found_inf: &found_inf,
     };
-    assert!(run.optimizer.step_scaled(&scaling).unwrap());
-    for (before, after) in before.iter().zip(copies(&run)) {
+    assert!(optimizer.step_scaled(&scaling).unwrap());
+    for (before, after) in before.iter().zip(copies(&optimizer)) {
         assert!(before.equal(&after));
     }
 }
@@ -251,7 +137,8 @@ fn the_plain_path_declines_to_unscale_and_changes_nothing() {
         implementation: Implementation::Plain,
         ..config()
     };
-    let mut run = Run::new(config, Kind::Float);
+    let fixture = fixture("adamw");
+    let (run, mut optimizer) = start(&fixture, config, Kind::Float);
     grad::set(&run.parameters["gain"], &Tensor::from(1f32)).unwrap();
     let before = run.parameters["gain"].copy();
     let found_inf = Tensor::from(0f32);
@@ -259,7 +146,7 @@ fn the_plain_path_declines_to_unscale_and_changes_nothing() {
         grad_scale: None,
         found_inf: &found_inf,
     };
-    assert!(!run.optimizer.step_scaled(&scaling).unwrap());
+    assert!(!optimizer.step_scaled(&scaling).unwrap());
     assert!(run.parameters["gain"].equal(&before));
 }
 
@@ -357,15 +244,16 @@ fn zero_grad_drops_the_gradients() {
 
 #[test]
 fn there_is_one_learning_rate_per_group() {
-    let mut run = Run::new(config(), Kind::Float);
-    let error = run.optimizer.set_learning_rates(&[1.0]).unwrap_err();
+    let fixture = fixture("adamw");
+    let (_run, mut optimizer) = start(&fixture, config(), Kind::Float);
+    let error = optimizer.set_learning_rates(&[1.0]).unwrap_err();
     assert_eq!(
         error.to_string(),
         "there are 1 learning rates for 2 parameter groups; pass one for each group"
     );
-    run.optimizer.set_learning_rates(&[0.1, 0.2]).unwrap();
-    assert_eq!(run.optimizer.learning_rates(), [0.1, 0.2]);
-    assert!(run.optimizer.group_names().eq(["decay", "no_decay"]));
+    optimizer.set_learning_rates(&[0.1, 0.2]).unwrap();
+    assert_eq!(optimizer.learning_rates(), [0.1, 0.2]);
+    assert!(optimizer.group_names().eq(["decay", "no_decay"]));
 }
 
 #[test]

@@ -4,38 +4,38 @@ use super::*;
 
 #[test]
 fn a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted() {
-    let (mut whole, mut first) = (
-        Run::new(config(), Kind::Float),
-        Run::new(config(), Kind::Float),
-    );
-    for t in 0..20 {
-        whole.step(t);
-    }
-    for t in 0..10 {
-        first.step(t);
-    }
-    let state = first.optimizer.state_dict().unwrap();
-    let mut second = Run::new(
-        AdamWConfig {
-            learning_rate: 7.0,
+    let fixture = fixture("adamw");
+    let new = |learning_rate| {
+        let config = AdamWConfig {
+            learning_rate,
             ..config()
-        },
-        Kind::Float,
-    );
+        };
+        start(&fixture, config, Kind::Float)
+    };
+    let (whole, mut whole_optimizer) = new(1e-2);
+    for t in 0..20 {
+        step(&whole, &mut whole_optimizer, t);
+    }
+    let (first, mut first_optimizer) = new(1e-2);
+    for t in 0..10 {
+        step(&first, &mut first_optimizer, t);
+    }
+    let state = first_optimizer.state_dict().unwrap();
+    let (mut second, mut second_optimizer) = new(7.0);
     for (name, parameter) in &mut second.parameters {
         tch::no_grad(|| parameter.copy_(&first.parameters[name]));
     }
-    second.optimizer.load_state_dict(&state).unwrap();
+    second_optimizer.load_state_dict(&state).unwrap();
     assert_eq!(
-        second.optimizer.learning_rates(),
-        first.optimizer.learning_rates()
+        second_optimizer.learning_rates(),
+        first_optimizer.learning_rates()
     );
     // The state was copied: continuing the first run must not change the second.
-    first.step(10);
+    step(&first, &mut first_optimizer, 10);
     for t in 10..20 {
-        second.step(t);
+        step(&second, &mut second_optimizer, t);
     }
-    for name in NAMES {
+    for &name in NAMES {
         assert!(
             second.parameters[name].equal(&whole.parameters[name]),
             "{name}"
@@ -45,24 +45,26 @@ fn a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted() {
 
 #[test]
 fn state_metadata_survives_json() {
-    let mut run = Run::new(config(), Kind::Float);
-    run.step(0);
-    let state = run.optimizer.state_dict().unwrap();
+    let fixture = fixture("adamw");
+    let (run, mut optimizer) = start(&fixture, config(), Kind::Float);
+    step(&run, &mut optimizer, 0);
+    let state = optimizer.state_dict().unwrap();
     let text = serde_json::to_string(&state.metadata).unwrap();
     assert!(text.contains("\"without_state\":[\"proj.bias\"]"), "{text}");
     let metadata = serde_json::from_str(&text).unwrap();
-    run.optimizer
+    optimizer
         .load_state_dict(&StateDict { metadata, ..state })
         .unwrap();
 }
 
 fn state_error(damage: impl FnOnce(&mut StateDict)) -> String {
-    let mut run = Run::new(config(), Kind::Float);
-    run.step(1);
-    let mut state = run.optimizer.state_dict().unwrap();
+    let fixture = fixture("adamw");
+    let (run, mut optimizer) = start(&fixture, config(), Kind::Float);
+    step(&run, &mut optimizer, 1);
+    let mut state = optimizer.state_dict().unwrap();
     damage(&mut state);
     let before = run.parameters["gain"].copy();
-    let error = run.optimizer.load_state_dict(&state).unwrap_err();
+    let error = optimizer.load_state_dict(&state).unwrap_err();
     assert!(matches!(error, Error::StateMismatch { .. }));
     assert!(run.parameters["gain"].equal(&before));
     error.to_string()

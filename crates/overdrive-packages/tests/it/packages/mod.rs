@@ -1,7 +1,6 @@
 //! Packages that Python makes here and now, beside transformers and our own model.
 //!
-//! They need a Python with the torch of this libtorch, transformers 5 and safetensors, and a C++ compiler; where there
-//! is none each test says so and passes. `OVERDRIVE_PYTHON` names the interpreter.
+//! They need a Python with the torch of this libtorch, transformers 5 and safetensors, and a C++ compiler.
 
 mod plain;
 mod weights;
@@ -12,6 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::common::{read_archive, write_archive};
+use crate::on_python::python;
 use overdrive_packages::{CompiledDecoder, CompiledModel, Error, LoadOptions, ReplaceOptions};
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions as ModelOptions, SaveOptions,
@@ -59,51 +59,16 @@ fn ids() -> Tensor {
     (ids * 29 + 3).remainder(64).view([3, 7])
 }
 
-/// The packages, made once; `None`, with the reason on standard error, if they cannot be made.
-fn fixture() -> Option<&'static Fixture> {
-    static MADE: OnceLock<Option<Fixture>> = OnceLock::new();
-    let made = MADE.get_or_init(make).as_ref();
-    if made.is_none() {
-        eprintln!("SKIPPED: no package could be made, see above");
-    }
-    made
+/// The packages, made once.
+fn fixture() -> &'static Fixture {
+    static MADE: OnceLock<Fixture> = OnceLock::new();
+    MADE.get_or_init(make)
 }
 
 /// Returns the version of the libtorch of this process, such as `2.11.0`.
 fn libtorch_version() -> String {
     let version = overdrive_sys::build_info::libtorch_version().unwrap();
     version.split('+').next().unwrap().to_owned()
-}
-
-/// Returns the Python interpreter if it can import the torch of this libtorch and `modules`, and there is a C++
-/// compiler.
-fn python(modules: &[&str]) -> Option<String> {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let imports = [&["sys", "torch"][..], modules].concat().join(", ");
-    let version = libtorch_version();
-    let probe = format!(
-        "import {imports}\nsys.exit(0 if torch.__version__.split('+')[0] == '{version}' else 3)"
-    );
-    let found = Command::new(&python).args(["-c", &probe]).output();
-    if !found.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import {imports} with torch {version}; \
-             set OVERDRIVE_PYTHON to one that can"
-        );
-        return None;
-    }
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
-    if !Command::new(&compiler)
-        .arg("--version")
-        .output()
-        .is_ok_and(|o| o.status.success())
-    {
-        eprintln!(
-            "SKIPPED: AOTInductor needs a C++ compiler, and {compiler} does not run; set CXX"
-        );
-        return None;
-    }
-    Some(python)
 }
 
 /// Runs a script of this crate in `folder`.
@@ -119,8 +84,8 @@ fn run_script(python: &str, folder: &Path, script: &str, arguments: &[std::ffi::
     assert!(output.status.success(), "{script}: {text}");
 }
 
-fn make() -> Option<Fixture> {
-    let python = python(&["transformers", "safetensors"])?;
+fn make() -> Fixture {
+    let python = python(&["torch", "transformers", "safetensors"]);
     let folder = tempfile::tempdir().unwrap();
     let config = LlamaConfig {
         vocab_size: 64,
@@ -165,7 +130,7 @@ fn make() -> Option<Fixture> {
     arguments.extend(flags);
     run("python/compile_package.py", &arguments);
     run("tests/python/plain_package.py", &[at("plain.pt2")]);
-    Some(Fixture { folder })
+    Fixture { folder }
 }
 
 fn furthest(a: &Tensor, b: &Tensor) -> f64 {
@@ -185,8 +150,9 @@ fn eager(model: &CausalLm, ids: &Tensor) -> Tensor {
 }
 
 #[test]
-fn a_package_of_a_folder_of_ours_gives_the_logits_of_transformers_and_ours() {
-    let Some(fixture) = fixture() else { return };
+#[ignore = "needs Python with the torch of this libtorch, transformers and safetensors"]
+fn a_package_of_a_folder_of_ours_gives_the_logits_of_transformers_and_ours_on_python() {
+    let fixture = fixture();
     let model = load(&fixture.package(), "logits");
     assert_eq!(model.input_names(), ["input_ids"]);
     assert_eq!(model.output_names(), ["logits"]);
@@ -216,8 +182,9 @@ fn a_package_of_a_folder_of_ours_gives_the_logits_of_transformers_and_ours() {
 }
 
 #[test]
-fn inputs_that_the_code_was_not_compiled_for_are_refused_by_name() {
-    let Some(fixture) = fixture() else { return };
+#[ignore = "needs Python with the torch of this libtorch, transformers and safetensors"]
+fn inputs_that_the_code_was_not_compiled_for_are_refused_by_name_on_python() {
+    let fixture = fixture();
     let model = load(&fixture.package(), "logits");
     let error = |inputs: &[&Tensor]| model.run(inputs).unwrap_err().to_string();
     let ids = |rows: i64, len: i64| Tensor::zeros([rows, len], (Kind::Int64, Device::Cpu));
@@ -251,8 +218,9 @@ fn inputs_that_the_code_was_not_compiled_for_are_refused_by_name() {
 }
 
 #[test]
-fn a_package_decodes_over_our_static_cache_as_our_model_does() {
-    let Some(fixture) = fixture() else { return };
+#[ignore = "needs Python with the torch of this libtorch, transformers and safetensors"]
+fn a_package_decodes_over_our_static_cache_as_our_model_does_on_python() {
+    let fixture = fixture();
     let mut decoder = CompiledDecoder::load(fixture.package(), 3, &LoadOptions::default()).unwrap();
     let whole = fixture.logits_of("a");
     for _ in 0..2 {
@@ -284,8 +252,9 @@ fn a_package_decodes_over_our_static_cache_as_our_model_does() {
 }
 
 #[test]
-fn a_model_whose_name_is_a_prefix_of_another_is_not_confused_with_it() {
-    let Some(fixture) = fixture() else { return };
+#[ignore = "needs Python with the torch of this libtorch, transformers and safetensors"]
+fn a_model_whose_name_is_a_prefix_of_another_is_not_confused_with_it_on_python() {
+    let fixture = fixture();
     let options = |model: &str| LoadOptions {
         allow_unknown_version: true,
         ..LoadOptions::for_model(model)
@@ -333,8 +302,9 @@ fn a_model_whose_name_is_a_prefix_of_another_is_not_confused_with_it() {
 }
 
 #[test]
-fn a_real_package_is_refused_for_another_version_and_after_damage() {
-    let Some(fixture) = fixture() else { return };
+#[ignore = "needs Python with the torch of this libtorch, transformers and safetensors"]
+fn a_real_package_is_refused_for_another_version_and_after_damage_on_python() {
+    let fixture = fixture();
     let path = fixture.folder.path().join("other.pt2");
     let mut entries = read_archive(&fixture.package());
     for (name, bytes) in &mut entries {

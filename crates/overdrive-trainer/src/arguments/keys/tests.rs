@@ -182,6 +182,17 @@ fn the_flags_of_all_programs_are_valid_and_have_a_help() {
     assert!(help.contains("--qlora") && !help.contains("--vocab-size"));
 }
 
+/// Returns what a file with this value of the key sets it to, if the value is valid.
+fn read<A: Configuration>(key: &Key, value: &Value) -> Option<Value> {
+    let values = match key.name.split_once('.') {
+        Some((section, inner)) => json!({ section: { inner: value } }),
+        None => json!({ (key.name): value }),
+    };
+    let values = values.as_object().unwrap().clone();
+    let read = A::read(values, "a file").ok()?.values().unwrap();
+    Some(at(&read, key.name).clone())
+}
+
 /// Returns a valid value of the key that is not its default.
 fn other_value<A: Configuration>(key: &Key) -> Value {
     let values = A::default().values().unwrap();
@@ -196,41 +207,54 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
         json!({"q_proj": 2}),
         json!({"policy": "matmuls"}),
     ]);
-    let fits = |value: &&Value| **value != now && key.try_value::<A>((*value).clone()).is_ok();
+    let fits = |value: &&Value| read::<A>(key, value).is_some_and(|read| read != now);
     candidates.iter().find(fits).expect(key.name).clone()
 }
 
+/// Gives `key` the value under each of its names, and checks what is read.
 fn flags_reach_their_keys<A: Configuration>() {
     for key in rows_of(A::PROGRAM) {
         let Some(long) = key.long() else { continue };
-        let value = other_value::<A>(key);
-        let mut words = vec!["program".to_owned()];
-        match (&value, key.value) {
-            (Value::Bool(true), "") => words.push(format!("--{long}")),
-            (Value::Bool(false), "") => words.push(format!("--no-{long}")),
-            (Value::Array(list), _) => {
-                words.push(format!("--{long}"));
-                words.extend(list.iter().map(plain));
+        let names = key.spellings.iter().copied();
+        let names: BTreeSet<String> = names
+            .chain([key.leaf(), long.as_str()])
+            .flat_map(|name| [name.replace('-', "_"), name.replace('_', "-")])
+            .collect();
+        let cases: Vec<(String, Value)> = if key.value.is_empty() {
+            let on = names.into_iter().map(|name| (name, json!(true)));
+            let off = format!("no-{long}");
+            let off = [off.replace('-', "_"), off].map(|name| (name, json!(false)));
+            on.chain(off).collect()
+        } else {
+            let value = other_value::<A>(key);
+            names
+                .into_iter()
+                .map(|name| (name, value.clone()))
+                .collect()
+        };
+        for (name, value) in cases {
+            let mut words = vec!["program".to_owned(), format!("--{name}")];
+            match &value {
+                Value::Bool(_) if key.value.is_empty() => {}
+                Value::Array(list) => words.extend(list.iter().map(plain)),
+                value => words.push(plain(value)),
             }
-            (value, _) => words.extend([format!("--{long}"), plain(value)]),
+            let matches = command::<A>().try_get_matches_from(&words).expect(&name);
+            let args = ConfigArgs::<A>::from_arg_matches(&matches).expect(&name);
+            let given = A::read(args.values, "the command line").expect(&name);
+            let given = at(&given.values().unwrap(), key.name).clone();
+            // A name alone is a list of one on the command line.
+            let list = Value::Array(vec![value.clone()]);
+            assert!(
+                read::<A>(key, &value) == Some(given.clone()) || given == list,
+                "--{name}: {given} instead of {value}"
+            );
         }
-        let matches = command::<A>().try_get_matches_from(&words).expect(key.name);
-        let args = ConfigArgs::<A>::from_arg_matches(&matches).expect(key.name);
-        let set = Value::Object(args.values);
-        let given = at(&set, key.name);
-        let list = Value::Array(vec![value.clone()]);
-        let same = plain(given) == plain(&value) || *given == list;
-        assert!(
-            same || given
-                .as_f64()
-                .is_some_and(|number| Some(number) == value.as_f64()),
-            "--{long}: {given} instead of {value}"
-        );
     }
 }
 
 #[test]
-fn every_flag_reaches_its_key() {
+fn every_flag_reaches_its_key_under_each_of_its_names() {
     flags_reach_their_keys::<TrainingArguments>();
     flags_reach_their_keys::<DpoArguments>();
 }

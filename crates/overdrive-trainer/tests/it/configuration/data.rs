@@ -1,7 +1,6 @@
 //! The keys about data and its loader.
 
-use overdrive_datasets::PackingStrategy;
-use overdrive_trainer::{Layers, Preset, SampleBy, SequenceMode, TrainingArguments};
+use overdrive_trainer::{Layers, Preset, SequenceMode, TrainingArguments};
 
 use crate::configuration::{error, file, resolve};
 
@@ -29,37 +28,7 @@ fn documents_are_sequences_where_a_key_asks_for_what_only_they_have() {
 }
 
 #[test]
-fn every_flag_about_data_reaches_its_key() {
-    let arguments = resolve(&[
-        "--text-column",
-        "body",
-        "--sample-by",
-        "line",
-        "--remove-duplicates",
-        "--sequences",
-        "documents",
-        "--packing",
-        "--packing-strategy",
-        "bfd_split",
-        "--dataloader-num-workers",
-        "3",
-        "--dataloader-prefetch-factor",
-        "5",
-    ])
-    .expect("valid");
-    let expected = TrainingArguments {
-        dataset_text_field: "body".to_owned(),
-        sample_by: SampleBy::Line,
-        remove_duplicates: true,
-        sequences: Some(SequenceMode::Documents),
-        packing: true,
-        packing_strategy: PackingStrategy::BfdSplit,
-        dataloader_num_workers: 3,
-        dataloader_prefetch_factor: Some(5),
-        ..Preset::Tiny.arguments()
-    };
-    assert_eq!(arguments, expected);
-    // Of two that exclude one another, the upper one stays.
+fn of_two_keys_that_exclude_one_another_the_upper_one_stays() {
     let (_folder, path) = file("run.yaml", "packing: true");
     let flags = [
         "--config",

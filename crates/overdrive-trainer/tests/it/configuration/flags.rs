@@ -1,112 +1,9 @@
 //! The command line.
 
 use clap::Parser;
-use overdrive_optim::LrSchedulerType;
-use overdrive_trainer::{IntervalStrategy, Preset, TrainingArguments};
+use overdrive_trainer::IntervalStrategy;
 
 use crate::configuration::{Flags, file, resolve};
-
-#[test]
-fn every_flag_reaches_its_key() {
-    let arguments = resolve(&[
-        "--preset",
-        "small",
-        "--out",
-        "o",
-        "--overwrite",
-        "--seed",
-        "1",
-        "--data",
-        "a",
-        "b",
-        "--tokenizer",
-        "t.json",
-        "--vocab-size",
-        "300",
-        "--context-length",
-        "64",
-        "--validation-fraction",
-        "0.1",
-        "--steps",
-        "9",
-        "--micro-batch-size",
-        "2",
-        "--gradient-accumulation-steps",
-        "3",
-        "--learning-rate",
-        "0.5",
-        "--lr-scheduler-type",
-        "linear",
-        "--warmup-ratio",
-        "0.2",
-        "--weight-decay",
-        "0.3",
-        "--max-grad-norm",
-        "0",
-        "--eval-steps",
-        "4",
-        "--samples",
-        "0",
-        "--bf16",
-        "--tf32",
-        "--cpu",
-        "--threads",
-        "2",
-    ])
-    .expect("valid");
-    let expected = TrainingArguments {
-        output_dir: Some("o".into()),
-        overwrite_output_dir: true,
-        seed: 1,
-        data: vec!["a".into(), "b".into()],
-        tokenizer: Some("t.json".into()),
-        vocab_size: 300,
-        context_length: 64,
-        validation_fraction: 0.1,
-        max_steps: 9,
-        per_device_train_batch_size: 2,
-        gradient_accumulation_steps: 3,
-        learning_rate: 0.5,
-        lr_scheduler_type: LrSchedulerType::Linear,
-        warmup_ratio: 0.2,
-        weight_decay: 0.3,
-        max_grad_norm: 0.0,
-        eval_steps: Some(4.0),
-        samples: 0,
-        bf16: true,
-        tf32: Some(true),
-        use_cpu: true,
-        threads: Some(2),
-        ..Preset::Small.arguments()
-    };
-    assert_eq!(arguments, expected);
-}
-
-#[test]
-fn hugging_faces_names_of_flags_work_too() {
-    let ours = [
-        "--out",
-        "o",
-        "--steps",
-        "5",
-        "--micro-batch-size",
-        "2",
-        "--cpu",
-    ];
-    let theirs = [
-        "--output-dir",
-        "o",
-        "--max-steps",
-        "5",
-        "--per-device-train-batch-size",
-        "2",
-        "--use-cpu",
-    ];
-    assert_eq!(
-        resolve(&ours).expect("valid"),
-        resolve(&theirs).expect("valid")
-    );
-}
 
 #[test]
 fn a_no_flag_takes_back_what_the_file_says_and_the_last_of_two_wins() {
@@ -182,35 +79,7 @@ fn the_help_shows_every_presets_value() {
 }
 
 #[test]
-fn every_key_has_a_flag_under_each_of_its_names() {
-    let (_folder, path) = file("c.yaml", "packing: true\nmax_steps: 5\n");
-    let config = ["--config", path.as_str()];
-    let ours = [
-        "--steps",
-        "7",
-        "--lr",
-        "0.5",
-        "--hidden-size",
-        "128",
-        "--no-packing",
-    ];
-    let theirs = [
-        "--max_steps",
-        "7",
-        "--learning_rate",
-        "0.5",
-        "--hidden_size",
-        "128",
-        "--no-packing",
-    ];
-    let arguments = resolve(&[&config[..], &ours[..]].concat()).expect("valid");
-    assert_eq!(
-        arguments,
-        resolve(&[&config[..], &theirs[..]].concat()).expect("valid")
-    );
-    assert_eq!((arguments.max_steps, arguments.model.hidden_size), (7, 128));
-    assert!(!arguments.packing);
-    // A list may be given at once or value by value.
+fn a_list_is_given_at_once_or_value_by_value_and_a_section_as_json() {
     let at_once = resolve(&["--data", "a", "b"]).expect("valid");
     assert_eq!(
         at_once,
