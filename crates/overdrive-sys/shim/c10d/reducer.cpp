@@ -115,12 +115,7 @@ extern "C" od_status* od_reducer_prepare_for_backward(od_reducer* reducer, const
         output.register_hook([weak, due = reducer->first_pass_due](const at::Tensor&) {
           if (!due->exchange(false)) return;
           torch::autograd::Engine::get_default_engine().queue_callback([weak] {
-            const auto alive = weak.lock();
-            if (!alive) return;
-            alive->delay_all_reduce();
-            // Until the next iteration the reducer would count gradients that only accumulate as uses of the first
-            // pass, and wait for as many in each later one.
-            alive->prepare_for_forward();
+            if (const auto alive = weak.lock()) alive->delay_all_reduce();
           });
         });
       }
