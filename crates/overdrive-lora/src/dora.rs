@@ -6,7 +6,7 @@ use std::sync::PoisonError;
 use overdrive_autograd::NoGradGuard;
 use overdrive_nn::LinearWeight;
 use overdrive_precision::Autocast;
-use overdrive_sys::compiled::is_capturing;
+use overdrive_sys::cuda::is_capturing;
 use overdrive_sys::engine::is_grad_enabled;
 use tch::{Device, Kind, Tensor};
 

@@ -1,11 +1,21 @@
 //! The CUDA back end: whether it was loaded, its cuDNN, and the compute capability of its devices.
 
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::{Cuda, Device};
 
 use crate::error::{Result, check, take_string};
 use crate::ffi;
+
+/// The number of captures of CUDA graphs under way.
+pub(crate) static CAPTURES: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns `true` while any thread of the process captures a CUDA graph. A value that captured work takes from a cache is
+/// a constant of the graph.
+pub fn is_capturing() -> bool {
+    CAPTURES.load(Ordering::SeqCst) > 0
+}
 
 /// The state of libtorch's CUDA library since the program started.
 #[derive(Debug, Clone, PartialEq, Eq)]

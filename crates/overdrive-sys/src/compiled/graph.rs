@@ -1,18 +1,10 @@
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::ffi;
+use crate::cuda::CAPTURES;
 use crate::error::{Error, Result, check};
-
-/// The number of captures under way.
-static CAPTURES: AtomicUsize = AtomicUsize::new(0);
-
-/// Returns `true` while any thread of the process captures a [`Graph`]. A value that captured work takes from a cache
-/// is a constant of the graph.
-pub fn is_capturing() -> bool {
-    CAPTURES.load(Ordering::SeqCst) > 0
-}
 
 /// A CUDA graph (`at::cuda::CUDAGraph`) with its own stream.
 ///

@@ -11,5 +11,5 @@ mod ffi;
 mod graph;
 mod package;
 
-pub use graph::{CaptureError, Graph, graph_functions, is_capturing};
+pub use graph::{CaptureError, Graph, graph_functions};
 pub use package::{Constant, Package, PackageOptions};
