@@ -490,7 +490,7 @@ impl std::fmt::Debug for SnapshotManager {
     }
 }
 
-/// What one rank tells the others about the snapshots that it found.
+/// A report of one rank to the others about the snapshots that it found.
 struct Found {
     /// The number of damaged snapshots.
     damaged: u64,

@@ -1,4 +1,4 @@
-//! What decoders, encoders and encoder-decoder models have in common: their parameters, and their layers by name.
+//! The common part of decoders, encoders and encoder-decoder models: their parameters, and their layers by name.
 
 use std::collections::HashMap;
 

@@ -31,7 +31,7 @@ fn passed(recorder: &mut StepRecorder, data: u32, forward: u32) -> StepRecord {
     records.remove(0)
 }
 
-/// What the tests themselves take is part of a step of 1,000 seconds.
+/// A step has 1,000 seconds, so that the time of the tests themselves hardly counts.
 #[track_caller]
 fn near(a: f64, b: f64) {
     assert!((a / b - 1.0).abs() < 1e-3, "{a} is not about {b}");
