@@ -147,19 +147,13 @@ impl DistributedDataParallel {
     ///
     /// # Errors
     /// [`Error::Collective`]; [`Error::UnusedParameters`] if some parameters got no gradient in the last
-    /// backward and `find_unused_parameters` is off; [`Error::Common`] under [`no_sync`](Self::no_sync) with
-    /// `static_graph`.
+    /// backward and `find_unused_parameters` is off.
     pub fn before_forward(&self) -> Result<()> {
         let Some(reducer) = &self.reducer else {
             return Ok(());
         };
         if !tch_grad_enabled() {
             return Ok(());
-        }
-        if self.config.static_graph && !self.syncs() {
-            // libtorch's reducer counts gradients that only accumulate as uses of the first pass.
-            let expected = "false where micro-batches are accumulated under `no_sync`";
-            return Err(overdrive_core::Error::option("static_graph", true, expected).into());
         }
         // As in torch: the reducer counts iterations, and a forward under `no_sync` is not one.
         if self.syncs() {

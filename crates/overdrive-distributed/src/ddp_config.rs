@@ -35,8 +35,8 @@ pub struct DdpConfig {
     pub find_unused_parameters: bool,
     /// If `true`, every backward pass uses the same parameters, as often as the first one does. The first pass then
     /// counts them and reduces at its end, so that later ones need no search for parameters that are not reached,
-    /// and a parameter that receives its gradient in several parts is reduced after the last. It cannot be combined with
-    /// [`no_sync`](crate::DistributedDataParallel::no_sync). Default `false`.
+    /// and a parameter that receives its gradient in several parts is reduced after the last. Default
+    /// `false`.
     pub static_graph: bool,
     /// If `true`, gradients are views of the buckets, without a second copy. Default `true` (torch: `false`,
     /// because Python code may detach gradients in place).

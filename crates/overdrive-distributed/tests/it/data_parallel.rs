@@ -109,7 +109,7 @@ const PLAIN: Case = Case {
     views: true,
     tiny_buckets: false,
 };
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     PLAIN,
     Case {
         name: "copies",
@@ -135,6 +135,13 @@ const CASES: [Case; 8] = [
         name: "static_graph",
         branch: Branch::Never,
         static_graph: true,
+        ..PLAIN
+    },
+    Case {
+        name: "static_accumulation",
+        micro_batches: 3,
+        static_graph: true,
+        tiny_buckets: true,
         ..PLAIN
     },
     Case {
@@ -227,7 +234,6 @@ fn worker() {
         return write_numbers(&group, &train(*case, &group, other));
     }
     match scenario.as_str() {
-        "static_no_sync" => static_no_sync(&group),
         "zero" => zero(&group),
         "scaler" => scaler(&group),
         "scaled_muon" => scaled_muon(&group),
@@ -293,26 +299,9 @@ cases! {
     two_processes_train_with_parameters_that_are_not_always_used: "unused", 2, FP32;
     four_processes_train_with_parameters_that_are_not_always_used: "unused", 4, FP32;
     two_processes_train_with_a_parameter_that_a_static_graph_never_uses: "static_graph", 2, FP32;
+    two_processes_accumulate_in_a_static_graph: "static_accumulation", 2, FP32;
     gradients_travel_in_bf16: "bf16", 2, 1e-2;
     gradients_travel_in_fp16: "fp16", 2, 1e-3;
-}
-
-fn static_no_sync(group: &ProcessGroup) {
-    let config = DdpConfig {
-        static_graph: true,
-        ..DdpConfig::default()
-    };
-    let model = Model::new(0.0);
-    let ddp = DistributedDataParallel::from_var_store(group, &model.store, config).unwrap();
-    let _no_sync = ddp.no_sync();
-    let error = ddp.before_forward().unwrap_err().to_string();
-    assert!(error.contains("accumulated under `no_sync`"), "{error}");
-}
-
-#[test]
-fn a_static_graph_refuses_micro_batches_that_are_not_reduced() {
-    let outcome = launch(module_path!(), "static_no_sync", 2);
-    outcome.launched.unwrap();
 }
 
 /// Trains with AdamW on the gradients of DDP; returns losses and parameters.

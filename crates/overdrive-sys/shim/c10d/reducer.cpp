@@ -45,7 +45,9 @@ struct od_reducer {
   // The reducer logs a change of the unused parameters there without checking for null.
   std::shared_ptr<c10d::Logger> logger;
   bool find_unused;
-  // If the graph is static: whether a backward pass has run that reduces.
+  // Whether the graph is static and the reducer does not know it yet.
+  bool static_graph_due;
+  // If the graph is static: whether the first backward pass that reduces is still to come.
   std::shared_ptr<std::atomic<bool>> first_pass_due;
 };
 
@@ -84,17 +86,26 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
     auto logger = std::make_shared<c10d::Logger>(reducer);
     reducer->set_logger(logger);
     std::shared_ptr<std::atomic<bool>> first_pass_due;
-    if (options->static_graph) {
-      reducer->set_static_graph();
-      first_pass_due = std::make_shared<std::atomic<bool>>(true);
-    }
-    *out = new od_reducer{group->group, std::move(reducer), std::move(logger),
-                          options->find_unused_parameters != 0, std::move(first_pass_due)};
+    if (options->static_graph) first_pass_due = std::make_shared<std::atomic<bool>>(true);
+    *out = new od_reducer{group->group,
+                          std::move(reducer),
+                          std::move(logger),
+                          options->find_unused_parameters != 0,
+                          options->static_graph != 0,
+                          std::move(first_pass_due)};
   });
 }
 
 extern "C" od_status* od_reducer_prepare_for_forward(od_reducer* reducer) noexcept {
-  return guard([&] { reducer->reducer->prepare_for_forward(); });
+  return guard([&] {
+    // Not earlier: until its first reduction, a reducer of a static graph also counts the gradients of passes that
+    // only accumulate, and would then wait for them in every later pass.
+    if (reducer->static_graph_due) {
+      reducer->reducer->set_static_graph();
+      reducer->static_graph_due = false;
+    }
+    reducer->reducer->prepare_for_forward();
+  });
 }
 
 extern "C" od_status* od_reducer_rebuild_buckets(od_reducer* reducer,
