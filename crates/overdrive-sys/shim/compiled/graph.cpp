@@ -102,22 +102,22 @@ void call_allocator(size_t index, c10::DeviceIndex device, Pool pool) {
   reinterpret_cast<PoolFunction>(table[index])(allocator, device, pool);
 }
 
-// Ends what `capture_begin` has begun and `capture_end` has not ended: where CUDA has given up the capture,
-// `capture_end` throws before it tells the allocators, which would go on calling the filter of the graph and hold
-// back every block that a second stream has used. libtorch's destructor then frees neither pool.
-void end_pools(GraphStorage& storage, c10::DeviceIndex device, Pool pool) noexcept {
+// Ends what `capture_begin` has begun and `capture_end` has not ended. Where CUDA has given up the capture,
+// `capture_end` throws, in libtorch 2.11 before it tells the allocators, which would go on calling the filter of the
+// graph and hold back every block that a second stream has used, and in 2.13 after it. libtorch's destructor frees
+// neither pool in both. `begun` tells whether `capture_begin` has returned.
+void end_pools(GraphStorage& storage, c10::DeviceIndex device, Pool pool, bool begun) noexcept {
   // The pool of a graph whose capture has ended belongs to libtorch's destructor.
   if (succeeds([&] { functions().pool(&storage); })) return;
-  // Released only if it was in use: the pool may be that of another graph, which a second release would free.
-  if (succeeds([&] { call_allocator(functions().end_allocate_to_pool, device, pool); })) {
-    succeeds([&] { call_allocator(functions().release_pool, device, pool); });
-  }
+  // Released only if this capture uses it: the pool may be that of another graph, which a second release would free.
+  const auto close = [&](auto&& end, auto&& release) {
+    if (succeeds(end) || begun) succeeds(release);
+  };
+  close([&] { call_allocator(functions().end_allocate_to_pool, device, pool); },
+        [&] { call_allocator(functions().release_pool, device, pool); });
   // Pinned memory has pools of its own.
-  succeeds([&] {
-    auto* host = at::getHostAllocator(c10::kCUDA);
-    host->end_allocate_to_pool(pool);
-    host->release_pool(pool);
-  });
+  close([&] { at::getHostAllocator(c10::kCUDA)->end_allocate_to_pool(pool); },
+        [&] { at::getHostAllocator(c10::kCUDA)->release_pool(pool); });
 }
 
 struct Silent final : c10::WarningHandler {
@@ -133,11 +133,10 @@ void end_generator(c10::DeviceIndex device) noexcept {
     GraphStorage storage;
     functions().construct(&storage, false);
     const auto pool = functions().new_pool();
-    const bool captured = succeeds([&] {
-      functions().capture_begin(&storage, pool, overdrive::CAPTURE_MODE_GLOBAL);
-      functions().capture_end(&storage);
-    });
-    if (!captured) end_pools(storage, device, pool);
+    const bool begun = succeeds(
+        [&] { functions().capture_begin(&storage, pool, overdrive::CAPTURE_MODE_GLOBAL); });
+    const bool ended = begun && succeeds([&] { functions().capture_end(&storage); });
+    if (!ended) end_pools(storage, device, pool, begun);
     functions().destroy(&storage);
   });
 }
@@ -154,10 +153,11 @@ struct od_graph {
   od_graph(const od_graph&) = delete;
   od_graph& operator=(const od_graph&) = delete;
 
-  // Makes the process usable again after a capture that failed, on the stream of the capture.
-  void recover() noexcept {
+  // Makes the process usable again after a capture that failed, on the stream of the capture. `begun` is that of
+  // `end_pools`.
+  void recover(bool begun) noexcept {
     const bool ended = succeeds([&] { functions().pool(&storage); });
-    end_pools(storage, device.index(), pool);
+    end_pools(storage, device.index(), pool, begun);
     if (!ended) end_generator(device.index());
     succeeds([&] { functions().reset(&storage); });
     ready = false;
@@ -242,7 +242,7 @@ extern "C" od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) n
     try {
       functions().capture_begin(&graph->storage, graph->pool, overdrive::CAPTURE_MODE_GLOBAL);
     } catch (...) {
-      graph->recover();
+      graph->recover(/*begun=*/false);
       throw;
     }
     graph->capturing = true;
@@ -255,7 +255,7 @@ extern "C" od_status* od_graph_end(od_graph* graph, uint64_t* pool_bytes) noexce
     try {
       functions().capture_end(&graph->storage);
     } catch (...) {
-      graph->recover();
+      graph->recover(/*begun=*/true);
       throw;
     }
     const auto now = reserved_bytes(graph->device.index());
@@ -269,7 +269,7 @@ extern "C" void od_graph_abort(od_graph* graph) noexcept {
   graph->capturing = false;
   // It throws if an operation that cannot be captured has ended the capture already.
   succeeds([&] { functions().capture_end(&graph->storage); });
-  graph->recover();
+  graph->recover(/*begun=*/true);
 }
 
 extern "C" od_status* od_graph_replay(od_graph* graph) noexcept {

@@ -15,7 +15,8 @@ constexpr int CAPTURE_MODE_GLOBAL = 0;  // cudaStreamCaptureModeGlobal, PyTorch'
 
 // The entries of a table of virtual functions before the first function: the offset to the top and the type.
 constexpr size_t TABLE_HEAD = 2;
-// The bound of the search in a table, which has 50 functions in libtorch 2.11 and 55 in 2.13.
+// The bound of the search in a table: below the 50 functions of libtorch 2.11 and the 55 of 2.13, so that the search
+// stays inside the table.
 constexpr size_t MOST_VIRTUAL_FUNCTIONS = 48;
 
 namespace graph_names {

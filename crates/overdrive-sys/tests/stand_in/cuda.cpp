@@ -1,5 +1,5 @@
 // A stand-in for libtorch_cuda, so that captures can fail on a machine without a GPU: the names that graph.cpp looks
-// up, with the bookkeeping of libtorch 2.11's graphs, allocators and generators, and no device.
+// up, with the bookkeeping of libtorch's graphs, allocators and generators, and no device.
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -16,6 +16,9 @@ namespace {
 
 bool invalidated = false;
 bool refuses_to_begin = false;
+// Whether the end of an invalidated capture throws after it has told the allocators, as in libtorch 2.13, or before, as
+// in 2.11.
+bool tells_allocators_first = false;
 bool generator_is_captured = false;
 unsigned long long last_pool = 0;
 int replays = 0;
@@ -128,12 +131,13 @@ void CUDAGraph::capture_begin(Pool pool, cudaStreamCaptureMode) {
 }
 
 void CUDAGraph::capture_end() {
-  if (invalidated) {
-    invalidated = false;
-    throw std::runtime_error("operation failed due to a previous error during capture");
+  const bool failed = invalidated;
+  invalidated = false;
+  if (!failed || tells_allocators_first) {
+    on_device.end(used);
+    on_host.end(used);
   }
-  on_device.end(used);
-  on_host.end(used);
+  if (failed) throw std::runtime_error("operation failed due to a previous error during capture");
   generator_is_captured = false;
   ended = true;
 }
@@ -182,6 +186,7 @@ extern "C" void stand_in_install() {
   at::setHostAllocator(c10::kCUDA, &host);
 }
 extern "C" void stand_in_invalidate() { invalidated = true; }
+extern "C" void stand_in_tell_allocators_first() { tells_allocators_first = true; }
 extern "C" void stand_in_refuse_to_begin() { refuses_to_begin = true; }
 extern "C" int stand_in_generator_is_captured() { return generator_is_captured; }
 extern "C" int stand_in_recording() {
