@@ -18,7 +18,8 @@ pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
             "None, except on the blockwise back end",
         )));
     }
-    let _full_precision = without_autocast(call)?;
+    // Autocast would round the widened operands.
+    let _full_precision = autocast::off(call.device)?;
     let accumulator = accumulator(call.kind);
     let sizes = &call.sizes;
     let group = sizes.heads / sizes.kv_heads;
@@ -121,18 +122,4 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         .f_add(&maximum)?
         .f_masked_fill(&empty, f64::NEG_INFINITY)?;
     Ok((weights.f_div(&sum)?, lse.f_squeeze_dim(-1)?))
-}
-
-/// Turns autocast, which would round the widened operands, off until the region is dropped.
-fn without_autocast(call: &Call<'_>) -> Result<Option<autocast::Region>> {
-    // Autocast cannot be on for a device type without it.
-    let Some(state) = autocast::state(call.device).ok().filter(|on| on.enabled) else {
-        return Ok(None);
-    };
-    let off = autocast::State {
-        enabled: false,
-        ..state
-    };
-    let cache = autocast::cache_enabled()?;
-    Ok(Some(autocast::Region::enter(call.device, off, cache)?))
 }

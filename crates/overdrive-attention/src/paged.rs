@@ -29,7 +29,7 @@ use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Re
 /// `alibi_slopes` may be (H) or (sequences, H); `layout` is ignored.
 ///
 /// On a CPU, the blockwise kernel reads keys and values in their blocks, without gathering them. On CUDA, so does a
-/// kernel of overdrive-gpu if these are on (by default on Hopper), in two launches, for up to 16 queries of each
+/// kernel of overdrive-gpu if these are on (by default on Hopper), in one or two launches, for up to 16 queries of each
 /// sequence and without ALiBi or sink tokens under a window. Otherwise, on CUDA, the blocks of all sequences are
 /// gathered into one pack, which one call of a libtorch kernel computes: flash in half precision, else the efficient
 /// kernel. With options that neither supports (ALiBi, a softcap, sink logits, sink tokens under a window), and for

@@ -1,4 +1,5 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_sys::autocast;
 use tch::Tensor;
 
 use crate::conv_fused::{self, Filter};
@@ -139,6 +140,8 @@ fn math(
         // No token changes a state that has elements. A copy, as every other result is.
         return Ok((x.f_zeros_like()?, state.f_mul_scalar(1.0)?));
     }
+    // Autocast would round the widened operands.
+    let _full_precision = autocast::off(x.device())?;
     convolve(x, weight, bias, state, options.activation)
 }
 

@@ -1,4 +1,5 @@
 use overdrive_autograd::NoGradGuard;
+use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
 use crate::delta_fused::{self, Converted, Plan};
@@ -226,6 +227,8 @@ fn math(
         // No token changes a state that has elements. A copy, as every other result is.
         return Ok((inputs.value.f_zeros_like()?, state.f_mul_scalar(1.0)?));
     }
+    // Autocast would round the widened operands.
+    let _full_precision = autocast::off(inputs.value.device())?;
     let terms = Terms::new(inputs, kind, scale_of(options, sizes), options.qk_l2norm)?;
     let (output, state) = terms.run(&state, options.chunk_size)?;
     Ok((output.f_to_kind(inputs.value.kind())?, state))

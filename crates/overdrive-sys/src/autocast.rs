@@ -179,6 +179,23 @@ impl Region {
     }
 }
 
+/// Turns autocast off for the type of `device` until the returned region is dropped, for operators whose operands it must
+/// not round; `None` if it is off.
+///
+/// # Errors
+/// As [`state()`] and [`set_state`].
+pub fn off(device: Device) -> Result<Option<Region>> {
+    // Autocast cannot be on for a device type without it.
+    let Some(state) = state(device).ok().filter(|on| on.enabled) else {
+        return Ok(None);
+    };
+    let state = State {
+        enabled: false,
+        ..state
+    };
+    Region::enter(device, state, cache_enabled()?).map(Some)
+}
+
 struct Casting {
     device: Device,
     state: State,

@@ -5,9 +5,10 @@ use overdrive_linear_attention::{
     Backend, CausalConv1dOptions, ConvActivation, DeltaRuleInputs, DeltaRuleOptions, causal_conv1d,
     gated_delta_rule,
 };
-use tch::{Kind, Tensor};
+use overdrive_sys::autocast;
+use tch::{Device, Kind, Tensor};
 
-use crate::common::{Owned, Shape, difference, random};
+use crate::common::{Owned, Shape, difference, random, same_bits};
 
 fn options(backend: Backend) -> DeltaRuleOptions {
     DeltaRuleOptions {
@@ -87,6 +88,34 @@ fn the_kernel_agrees_with_the_chunked_form_in_results_and_gradients() {
         // One rounding of each result to 8 and 11 bits.
         check(seed as u64, tokens, shape, Kind::BFloat16, 5e-3);
         check(seed as u64, tokens, shape, Kind::Half, 1e-3);
+    }
+}
+
+#[test]
+fn autocast_rounds_nothing_in_the_chunked_form_and_the_convolution() {
+    let all = Owned::random(3, &[1, 70], shape(1, 2, 16, 8), Kind::Float);
+    let (x, filter) = (
+        random(5, &[1, 9, 6], Kind::Float),
+        random(6, &[6, 4], Kind::Float),
+    );
+    let convolution = CausalConv1dOptions {
+        backend: Backend::Math,
+        ..CausalConv1dOptions::default()
+    };
+    let results = || {
+        let rule = gated_delta_rule(all.inputs(), None, &options(Backend::Math)).unwrap();
+        let convolved = causal_conv1d(&x, &filter, None, None, &convolution).unwrap();
+        [rule.0, rule.1, convolved.0, convolved.1]
+    };
+    let expected = results();
+    let on = autocast::State {
+        enabled: true,
+        dtype: Kind::BFloat16,
+        ..autocast::state(Device::Cpu).unwrap()
+    };
+    let _region = autocast::Region::enter(Device::Cpu, on, true).unwrap();
+    for (found, expected) in results().iter().zip(&expected) {
+        assert!(same_bits(found, expected));
     }
 }
 
