@@ -4,6 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use overdrive::generation::{ModelFiles, Tokenizer};
+#[cfg(feature = "hub")]
+use overdrive::hub::HubOptions;
 use overdrive::quantization::GgufFile;
 
 /// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the model
@@ -11,7 +13,7 @@ use overdrive::quantization::GgufFile;
 /// every name is a path.
 pub fn local_model(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    let name = &with_progress(|options| overdrive::hub::model_path(name, options))?;
+    let name = &overdrive::hub::model_path(name, &HubOptions::from_env()?)?;
     check_folder(name, "model", "config.json")?;
     Ok(name.to_owned())
 }
@@ -46,7 +48,7 @@ pub fn assistant_tokenizer(path: &Path) -> Result<Option<Tokenizer>> {
 /// Returns the path of an adapter, as [`local_model`] does.
 pub fn local_adapter(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    let name = &with_progress(|options| overdrive::hub::adapter_path(name, options))?;
+    let name = &overdrive::hub::adapter_path(name, &HubOptions::from_env()?)?;
     check_folder(name, "adapter", "adapter_config.json")?;
     Ok(name.to_owned())
 }
@@ -54,7 +56,7 @@ pub fn local_adapter(name: &Path) -> Result<PathBuf> {
 /// Returns the path of a tokenizer: a file, a folder, or a name on the hub, as [`local_model`] does, without the weights.
 pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
-    let name = &with_progress(|options| overdrive::hub::tokenizer_path(name, options))?;
+    let name = &overdrive::hub::tokenizer_path(name, &HubOptions::from_env()?)?;
     let ends = |known: &str| name.extension().is_some_and(|own| own == known);
     if name.is_file() && !ends("json") && !ends("gguf") && GgufFile::open(name).is_err() {
         let name = name.display();
@@ -69,7 +71,7 @@ pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
 /// [`local_model`] does, and with URLs opened (feature `remote`).
 pub fn local_data(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
     #[cfg(feature = "hub")]
-    let data = &with_progress(|options| overdrive::hub::data_paths(data, options))?;
+    let data = &overdrive::hub::data_paths(data, &HubOptions::from_env()?)?;
     #[cfg(feature = "remote")]
     {
         use overdrive::remote::{RemoteOptions, data_paths};
@@ -98,18 +100,4 @@ pub fn repository(path: &Path) -> Option<String> {
         let _ = path;
         None
     }
-}
-
-#[cfg(feature = "hub")]
-fn with_progress<T>(
-    find: impl FnOnce(&overdrive::hub::HubOptions) -> overdrive::hub::Result<T>,
-) -> Result<T> {
-    use overdrive::hub::{DownloadProgress, HubOptions};
-    let bar = crate::ByteProgress::new("downloading")?;
-    let shown = bar.clone();
-    let mut options = HubOptions::from_env()?;
-    options.progress = Some(DownloadProgress::new(move |done, all| shown.set(done, all)));
-    let found = find(&options);
-    bar.clear();
-    Ok(found?)
 }

@@ -51,7 +51,8 @@ impl HubOptions {
     /// Returns the options from the environment variables of Python's `huggingface_hub`:
     /// `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`,
     /// `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`), `HF_HUB_ETAG_TIMEOUT` and
-    /// `HF_HUB_DOWNLOAD_TIMEOUT` in seconds. Without `HF_TOKEN` the token is the one that `hf auth login` stored.
+    /// `HF_HUB_DOWNLOAD_TIMEOUT` in seconds, and `HF_HUB_DISABLE_PROGRESS_BARS`, without which downloads show
+    /// [a progress bar](DownloadProgress::bar). Without `HF_TOKEN` the token is the one that `hf auth login` stored.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for a value that is not allowed.
@@ -94,6 +95,10 @@ impl HubOptions {
             offline: offline.is_some_and(|value| is_true(&value)),
             etag_timeout: seconds("HF_HUB_ETAG_TIMEOUT", defaults.etag_timeout)?,
             download_timeout: seconds("HF_HUB_DOWNLOAD_TIMEOUT", defaults.download_timeout)?,
+            progress: match get("HF_HUB_DISABLE_PROGRESS_BARS") {
+                Some(value) if is_true(&value) => None,
+                _ => Some(DownloadProgress::bar()),
+            },
             ..HubOptions::default()
         })
     }
@@ -225,6 +230,14 @@ mod tests {
             error.contains("HF_TOKEN") && !error.contains("hf_a"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_progress_bar_is_shown_unless_it_is_turned_off() {
+        assert!(of(&[]).expect("valid").progress.is_some());
+        let off = of(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")]);
+        assert!(off.expect("valid").progress.is_none());
+        assert!(HubOptions::default().progress.is_none());
     }
 
     #[test]

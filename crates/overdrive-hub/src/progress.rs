@@ -1,6 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use indicatif::{ProgressBar, ProgressStyle};
+
 /// A callback that receives the progress of a download.
 ///
 /// ```
@@ -18,6 +20,24 @@ impl DownloadProgress {
     /// are missing from the cache.
     pub fn new(report: impl Fn(u64, u64) + Send + Sync + 'static) -> DownloadProgress {
         DownloadProgress(Arc::new(report))
+    }
+
+    /// Creates a callback that shows a progress bar on stderr while something is downloaded, if stderr is a terminal.
+    pub fn bar() -> DownloadProgress {
+        let style = "downloading {wide_bar} {bytes} of {total_bytes}";
+        let style = ProgressStyle::with_template(style);
+        let bar = ProgressBar::no_length()
+            .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+        DownloadProgress::new(move |done, all| {
+            if bar.is_finished() {
+                bar.reset();
+            }
+            bar.set_length(all);
+            bar.set_position(done);
+            if done == all {
+                bar.finish_and_clear();
+            }
+        })
     }
 
     pub(crate) fn report(&self, done: u64, all: u64) {
