@@ -1,6 +1,6 @@
 use overdrive_core::Error as Common;
 use overdrive_sys::transfer::to_device;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::kernels::Argument::{F32, I32, I64, Tensor as Elements};
@@ -126,6 +126,7 @@ impl Kernels {
             && key_heads > 0
             && heads % key_heads == 0
             && kinds == [call.value.kind(); 2]
+            && [call.states, call.decay, call.beta].map(Tensor::kind) == [Kind::Float; 3]
             && call.is_wide();
         let (true, Some(dtype)) = (fits, dtype(call.value.kind())) else {
             return Ok(None);

@@ -192,7 +192,8 @@ impl Kernels {
     /// has not asked for it, or if it would have to be loaded in a capture.
     pub(crate) fn find(&self, request: &Request) -> Result<Option<Loaded>> {
         // The stand-in of tests runs all of them.
-        if self.device != Device::Cpu && !is_kernel_used(request.kernel, asked()?) {
+        let used = || Ok::<_, Error>(is_kernel_used(request.kernel, &request.constants, asked()?));
+        if self.device != Device::Cpu && !used()? {
             return Ok(None);
         }
         let mut loaded = self.loaded.lock();

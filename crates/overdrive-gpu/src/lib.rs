@@ -35,13 +35,15 @@
 //! | other, above 8.0 | PTX, which the driver compiles at its first use |
 //! | below 8.0 | none: libtorch's operators |
 //!
-//! **On Hopper (9.0) the kernels are on by default.** `cargo xtask gpu-check` ran all of them on an H200 on 27 November
+//! **On Hopper (9.0) the kernels are on by default.** `cargo xtask gpu-check` ran them on an H200 on 27 and 28 November
 //! 2026: all were correct, and each was faster than libtorch's operators or within 4 % of them
-//! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
-//! `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for the
-//! driver their launches. The kernels of the gated delta rule and of [`Kernels::to_fp8`] are newer than the report, and are off
-//! in the same way on all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
-//! used, and why.
+//! (docs/benchmarks/gpu_h200_2026-11-27.md), except matmuls of 64 rows with 4-bit weights
+//! (docs/benchmarks/gpu-training-decoding_h200_2026-11-28.md). On other GPUs, for which there is no report yet, they are off
+//! unless `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for
+//! the driver their launches. The kernels of the gated delta rule, its convolution and [`Kernels::to_fp8`], and the decode
+//! kernel that writes a single split directly, are newer than the reports, and are off in the same way on all GPUs. Newer,
+//! but on, is the launch of up to three 4-bit weights with double quantization. `OVERDRIVE_GPU_KERNELS=0` turns all of them
+//! off everywhere. A `tracing` event logs which kernels are used, and why.
 //!
 //! A kernel is loaded when an operation first needs it. Nothing can be loaded in a capture: an operation that did not
 //! run before the capture is captured as libtorch's operators, with a warning.

@@ -20,9 +20,21 @@ pub(crate) const VERIFIED: &[Verified] = &[Verified {
 /// The kernels that no report has, because they are newer than all of them: they are used only on request.
 const UNVERIFIED: [&str; 4] = ["causal_conv1d", "delta_rule", "fp8_amax", "fp8_cast"];
 
-/// Returns `true` if a kernel is used on a GPU whose others are: as the user chose, else if a report has it.
-pub(crate) fn is_kernel_used(kernel: &str, asked: Option<bool>) -> bool {
-    asked.unwrap_or_else(|| !UNVERIFIED.contains(&kernel))
+/// Variants that no report has, by the value of a constant.
+const UNVERIFIED_VARIANTS: [(&str, (&str, i64)); 1] = [("decode_attention", ("DIRECT", 1))];
+
+/// Returns `true` if a variant of a kernel is used on a GPU whose others are: as the user chose, else if a report has it.
+pub(crate) fn is_kernel_used(
+    kernel: &str,
+    constants: &[(&'static str, i64)],
+    asked: Option<bool>,
+) -> bool {
+    asked.unwrap_or_else(|| {
+        let is_new = |&(name, constant): &(&str, (&str, i64))| {
+            name == kernel && constants.contains(&constant)
+        };
+        !UNVERIFIED.contains(&kernel) && !UNVERIFIED_VARIANTS.iter().any(is_new)
+    })
 }
 
 /// Returns the report that verifies the images of a target.

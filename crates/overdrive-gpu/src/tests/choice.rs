@@ -93,7 +93,12 @@ fn each_verified_architecture_has_a_report_of_its_kernels() {
 #[test]
 fn a_kernel_without_a_report_is_used_on_request() {
     use crate::verified::is_kernel_used;
-    assert!(is_kernel_used("rms_norm_forward", None));
-    assert!(!is_kernel_used("delta_rule", None));
-    assert!(is_kernel_used("delta_rule", Some(true)));
+    assert!(is_kernel_used("rms_norm_forward", &[], None));
+    assert!(!is_kernel_used("delta_rule", &[], None));
+    assert!(is_kernel_used("delta_rule", &[], Some(true)));
+    let decode = |direct, asked| {
+        let constants = [("PAGED", 1), ("DIRECT", direct)];
+        is_kernel_used("decode_attention", &constants, asked)
+    };
+    assert!(decode(0, None) && !decode(1, None) && decode(1, Some(true)));
 }

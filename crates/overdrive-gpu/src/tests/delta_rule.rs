@@ -55,6 +55,13 @@ fn refused(call: &DeltaRule<'_>, run: &dyn Fn(&DeltaRule<'_>) -> crate::Result<O
         ..*call
     };
     assert!(run(&other).unwrap().is_none());
+    let doubles = [call.decay, call.states].map(|x| x.to_kind(Kind::Double));
+    let wide = DeltaRule {
+        decay: &doubles[0],
+        states: &doubles[1],
+        ..*call
+    };
+    assert!(run(&wide).unwrap().is_none());
     let transposed = call.key.transpose(1, 2).contiguous().transpose(1, 2);
     let strided = DeltaRule {
         key: &transposed,
