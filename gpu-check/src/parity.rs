@@ -319,16 +319,19 @@ pub(crate) fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
         found.len(),
         reference.len()
     );
-    let mut most = 0.0_f64;
-    for (found, reference) in found.iter().zip(reference) {
-        let far = distance(found, reference)?;
-        // `max` would drop a NaN.
-        most = if far.is_nan() { far } else { most.max(far) };
-        if most.is_nan() {
-            break;
-        }
-    }
-    Ok(most)
+    let pairs = found.iter().zip(reference);
+    let far = pairs.map(|(found, reference)| distance(found, reference));
+    Ok(largest(far.collect::<Result<Vec<_>>>()?))
+}
+
+/// Returns the largest of the errors; NaN if one of them is, which `f64::max` would drop.
+pub(crate) fn largest(errors: impl IntoIterator<Item = f64>) -> f64 {
+    let errors = errors.into_iter();
+    errors.fold(0.0, |most: f64, error| match error.is_nan() {
+        true => error,
+        false if most.is_nan() => most,
+        false => most.max(error),
+    })
 }
 
 /// Returns ‖found − reference‖ / ‖reference‖ in float64 on the CPU. Values that are infinite in both count as equal.
@@ -357,4 +360,22 @@ pub(crate) fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
     } else {
         difference
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::largest;
+
+    #[test]
+    fn an_error_that_is_not_a_number_is_the_largest_wherever_it_stands() {
+        assert_eq!(largest([0.5, 2.0, 1.0]), 2.0);
+        assert_eq!(largest([]), 0.0);
+        for errors in [
+            [f64::NAN, 1.0, 2.0],
+            [1.0, f64::NAN, 2.0],
+            [1.0, 2.0, f64::NAN],
+        ] {
+            assert!(largest(errors).is_nan(), "{errors:?}");
+        }
+    }
 }

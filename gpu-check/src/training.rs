@@ -60,21 +60,47 @@ pub(crate) fn arguments(steps: usize) -> TrainingArguments {
     }
 }
 
+/// The result of a training.
+#[derive(Debug)]
+pub(crate) struct Trained {
+    /// The loss of each step.
+    pub(crate) losses: Vec<f64>,
+    /// The number of micro-batches whose operators were launched, and not replayed as a captured pass.
+    pub(crate) launched: usize,
+}
+
 /// Trains on one batch with the run of the programs, and returns the loss of each step. With a folder the run is saved
 /// there.
-pub(crate) fn train(
+pub(crate) fn train_on_a_batch(
     model: &CausalLm,
     parameters: Vec<(String, Tensor)>,
     precision: Precision,
     arguments: &TrainingArguments,
 ) -> Result<Vec<f64>> {
+    Ok(train(model, parameters, precision, arguments, 1)?.losses)
+}
+
+/// As [`train_on_a_batch`], with `batches` different batches.
+pub(crate) fn train(
+    model: &CausalLm,
+    parameters: Vec<(String, Tensor)>,
+    precision: Precision,
+    arguments: &TrainingArguments,
+    batches: usize,
+) -> Result<Trained> {
     let device = model.device();
     let options = DataLoaderOptions {
         batch_size: 4,
         ..DataLoaderOptions::default()
     };
-    let collate = |rows: Vec<()>| Ok(tokens(rows.len() as i64, 64, Device::Cpu)?);
-    let rows = InMemory(vec![(); options.batch_size]);
+    let size = options.batch_size;
+    let collate = move |rows: Vec<usize>| {
+        let ids = tokens(rows.len() as i64, 64, Device::Cpu)?;
+        let shift: Vec<i64> = rows.iter().map(|row| 7 * (row / size) as i64).collect();
+        let shift = Tensor::f_from_slice(&shift)?.f_unsqueeze(1)?;
+        Ok(ids.f_add(&shift)?.f_remainder(512)?)
+    };
+    let rows = InMemory((0..size * batches).collect());
     let loader = DataLoader::with_collate(rows, collate, options)?;
     let mut loader = DeviceLoader::new(loader, device);
     let group = ProcessGroup::single();
@@ -87,14 +113,19 @@ pub(crate) fn train(
         ..RunOptions::default()
     };
     let mut run = TrainingRun::start(arguments, &group, parameters, &mut loader, options)?;
+    let mut launched = 0;
     while let Some(batches) = run.next_batches(&mut loader)? {
         for ids in batches {
-            run.forward_backward(ids, |ids| mean_loss(model, ForwardInput::new(ids), ids))?;
+            run.forward_backward(ids, |ids| {
+                launched += 1;
+                mean_loss(model, ForwardInput::new(ids), ids)
+            })?;
         }
         run.step()?;
         run.save_if_due()?;
     }
-    Ok(run.finish()?.0.losses)
+    let losses = run.finish()?.0.losses;
+    Ok(Trained { losses, launched })
 }
 
 /// A model's parameters in training, for single steps on a batch that is there.

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, model, prompts, tokens};
-use crate::parity::{KINDS, distance, name_of, tolerance};
+use crate::parity::{KINDS, distance, largest, name_of, tolerance};
 
 const PROMPT: i64 = 40;
 const NEW: i64 = 6;
@@ -150,7 +150,7 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
     let first = distance(&forward(&model, &next, loaded.as_mut())?, &expected)?;
     cache.truncate(PROMPT)?;
     let second = distance(&forward(&model, &next, cache.as_mut())?, &expected)?;
-    let far = first.max(second);
+    let far = largest([first, second]);
     Ok(Finding::within(
         far,
         1e-4,

@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, model, prompts, tokens};
-use crate::parity::{copied, distance, name_of, tolerance};
+use crate::parity::{copied, distance, largest, name_of, tolerance};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
@@ -113,16 +113,15 @@ fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> 
     };
     let mut plain = new_step()?;
     let mut graph = DecodeGraph::capture(&model, new_step()?, CaptureOptions::default())?;
-    let mut most = 0.0_f64;
+    let mut errors = Vec::new();
     for at in 16..24 {
         let token = ids.f_narrow(1, at, 1)?;
         let expected = plain.step(&model, &token)?;
-        let far = distance(graph.step(&token)?, &expected)?;
-        most = if far.is_nan() { far } else { most.max(far) };
+        errors.push(distance(graph.step(&token)?, &expected)?);
     }
     let allowed = 4.0 * tolerance(kind);
     Ok(Finding::within(
-        most,
+        largest(errors),
         allowed,
         "the logits differ from those without the graph",
     )
@@ -204,7 +203,9 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind, adapters: &[&str]) -
     };
     let (expected, _) = run(true)?;
     let (found, counts) = run(false)?;
-    ensure!(counts.graphs > 0, "no step was captured");
+    // Steps with prompts, and the first ones of a size, are not replayed.
+    let share = counts.replayed_steps as f64 / counts.steps as f64;
+    ensure!(share > 0.5, "{share} of the steps were replayed");
     ensure!(counts.preemptions > 0, "no sequence was preempted");
     let pairs = || expected.iter().flatten().zip(found.iter().flatten());
     let equal = pairs().filter(|(a, b)| a == b).count() as f64 / pairs().count() as f64;
@@ -276,11 +277,14 @@ fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
 
 /// Captures work that reads the device, which must fail, and uses the device's memory afterwards.
 fn after_failure(device: Device) -> Result<Finding> {
-    let input = Tensor::f_randn([1 << 20], (Kind::Float, device))?;
+    // 256 MiB are allocated before the capture fails.
+    let input = Tensor::f_randn([1 << 26], (Kind::Float, device))?;
     let reads = || -> Result<f64, tch::TchError> {
         let held = input.f_mul(&input)?;
         held.f_sum(Kind::Float)?.f_double_value(&[])
     };
+    memory::empty_cache(device)?;
+    let before = memory::stats(device)?.reserved_bytes;
     let options = CaptureOptions { warm_ups: 1 };
     let error = CudaGraph::capture(device, options, reads).err();
     let error = error.ok_or_else(|| anyhow!("work that reads the device was captured"))?;
@@ -289,6 +293,8 @@ fn after_failure(device: Device) -> Result<Finding> {
         "an unexpected error: {error}"
     );
     memory::empty_cache(device)?;
+    let kept = memory::stats(device)?.reserved_bytes.saturating_sub(before);
+    ensure!(kept < 64 << 20, "the failed capture keeps {kept} bytes");
     let expected = input.f_to_device(Device::Cpu)?.f_square()?;
     // Blocks of many sizes: one that the failed graph still holds would be overwritten or fail.
     for size in [1_i64, 100, 10_000, 1 << 20, 1 << 24] {

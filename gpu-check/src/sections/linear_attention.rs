@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{KINDS, distance, name_of, tolerance};
+use crate::parity::{KINDS, distance, largest, name_of, tolerance};
 use crate::timing::seconds;
 
 /// The heads of Qwen3-Next: key heads, value heads, and the width of both.
@@ -118,7 +118,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 let mut exact = there.on(Device::Cpu, Kind::Double, Kind::Double)?;
                 let (found, expected) = (there.run()?, exact.run()?);
                 let states = distance(&there.states, &exact.states)?;
-                let far = distance(&found, &expected)?.max(states);
+                let far = largest([distance(&found, &expected)?, states]);
                 // The convolution is rounded before the rule.
                 Ok(Finding::within(
                     far,

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{copied, distance, furthest, name_of, tolerance};
+use crate::parity::{copied, distance, furthest, largest, name_of, tolerance};
 
 /// Makes an optimizer of these groups.
 type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
@@ -149,8 +149,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         });
         let [there, here] = norms;
         let (there, here) = (there?, here?);
-        let far = there.iter().zip(&here).map(|(a, b)| (a - b).abs() / b);
-        let far = far.fold(0.0, f64::max);
+        let far = largest(there.iter().zip(&here).map(|(a, b)| (a - b).abs() / b));
         Ok(Finding::within(far, 1e-5, "the norms differ"))
     })?;
     context.check("averages of weights", || {

@@ -1,11 +1,12 @@
 use anyhow::Result;
+use overdrive::precision::Precision;
 use tch::Device;
 
 use crate::context::Context;
 use crate::finding::Finding;
 
 /// The kernels that each group of checks has to launch; the section `decode_kernel` launches the others.
-const FUSED: [&str; 9] = [
+const FUSED: [&str; 7] = [
     "rms_norm_forward",
     "rms_norm_backward",
     "glu_forward",
@@ -13,9 +14,8 @@ const FUSED: [&str; 9] = [
     "rotary_split",
     "rotary_join",
     "cross_entropy",
-    "fp8_amax",
-    "fp8_cast",
 ];
+const FP8: [&str; 2] = ["fp8_amax", "fp8_cast"];
 const QUANTIZED: [&str; 5] = [
     "few_bits",
     "few_rows_4bit",
@@ -40,6 +40,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })?;
     super::fused::with_kernels(context)?;
     launched(context, "fused", &FUSED)?;
+    if Precision::Fp8.check(device).is_ok() {
+        launched(context, "layers in FP8", &FP8)?;
+    }
     super::quantized::run(context)?;
     launched(context, "quantized", &QUANTIZED)?;
     super::optimizers::with_kernels(context)?;
