@@ -96,7 +96,8 @@ pub(crate) fn loss_and_gradient(
 }
 
 /// The number of bytes that [`loss_and_gradient`] takes for each logit, in addition to the logits.
-pub(crate) const BYTES_PER_LOGIT: usize = 8;
+#[doc(hidden)]
+pub const BYTES_PER_LOGIT: usize = 8;
 
 /// Returns the logits in at least f32.
 fn widened(logits: &Tensor) -> Result<Tensor> {

@@ -2,7 +2,7 @@
 
 use overdrive_gpu::{CrossEntropy, Fp8Format, Fp8Matrix, Gate, Kernels, RmsNorm, Rotary};
 use overdrive_sys::autocast;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Activation, CrossEntropyOptions, Result};
 
@@ -74,6 +74,12 @@ pub(crate) fn cross_entropy(
     found(logits, |kernels| {
         kernels.cross_entropy(logits.kind(), width_of(logits), options.terms())
     })
+}
+
+/// Returns `true` if [`cross_entropy`] finds kernels for logits on a device.
+#[doc(hidden)]
+pub fn has_loss_kernel(device: Device) -> bool {
+    matches!(overdrive_gpu::kernels(device), Ok(Some(_)))
 }
 
 /// Returns a matrix in FP8 by our kernels.

@@ -63,9 +63,13 @@ mod tensors;
 
 #[doc(hidden)]
 pub use chunk::{ChunkDevice, auto_rows};
+#[doc(hidden)]
+pub use composed::BYTES_PER_LOGIT;
 pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
 pub use gated_activation::{bias_activation, glu, glu_pair, swiglu, swiglu_pair};
+#[doc(hidden)]
+pub use gpu::has_loss_kernel;
 pub use linear::{FEW_ROWS, adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};

@@ -152,7 +152,7 @@ pub enum Error {
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),
 
-    /// The blocks to recompute do not fit to the model.
+    /// The blocks to recompute do not match the model's number of blocks.
     #[error(transparent)]
     Checkpointing(#[from] overdrive_checkpointing::Error),
 

@@ -77,8 +77,8 @@ pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
 pub use interrupt::Interrupt;
 pub use memory_estimate::{
-    Change, DecoderShape, ExpertShape, MemoryAdvice, MemoryEstimate, MemoryPlan, OptimizerMemory,
-    PeakPoint,
+    Change, DecoderShape, ExpertShape, GpuMemory, MemoryAdvice, MemoryEstimate, MemoryPlan,
+    OptimizerMemory, PeakPoint,
 };
 pub use overdrive_core::{RunEnd, print_line};
 pub use program::run_main;

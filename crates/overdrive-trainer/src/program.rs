@@ -13,9 +13,9 @@ use crate::error::{is_interrupted, of_group};
 use crate::interrupt::end_at_signals;
 
 /// Runs the program of a `main` function and returns its exit code: that of the [`RunEnd`], or 0. Warnings of the
-/// libraries are printed on stderr (`RUST_LOG` selects other messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
-/// [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the program, and the files that
-/// it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
+/// libraries are printed on stderr (`RUST_LOG` selects other messages), and an error in one line, without a backtrace,
+/// because the cause is usually in the arguments. Until [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM,
+/// SIGHUP and SIGQUIT end the program, and the files that it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
 /// exit code is 130, as after [`Error::Interrupted`](crate::Error::Interrupted). After an error because another process of
 /// the group was lost or failed it is 76.
 ///

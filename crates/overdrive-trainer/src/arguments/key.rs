@@ -50,7 +50,7 @@ pub(super) struct Key {
     pub(super) name: &'static str,
     /// The heading in the help; the keys of other projects have none.
     pub(super) heading: &'static str,
-    /// The programs that read it; none reads a key of another project whose effect Overdrive does not support.
+    /// The programs that read it; empty for a key of another project whose effect Overdrive does not support.
     pub(super) readers: &'static [Program],
     /// The alternative names that are accepted.
     pub(super) spellings: &'static [&'static str],

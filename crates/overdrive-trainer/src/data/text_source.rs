@@ -18,7 +18,7 @@ use crate::{Error, Result};
 
 /// The number of bytes of Cargo's registry that are read if `data` is not set.
 const DEFAULT_CORPUS_BYTES: u64 = 24 << 20;
-/// The number of bytes of text on which a tokenizer is trained: more hardly improve its vocabulary.
+/// The number of bytes of text on which a tokenizer is trained: a larger sample hardly improves the vocabulary.
 const SAMPLE_BYTES: u64 = 16 << 20;
 
 /// The documents of a training run.

@@ -1,6 +1,6 @@
 //! The peak memory of the head and the loss.
 
-use overdrive_fused::{ChunkDevice, auto_rows};
+use overdrive_fused::{BYTES_PER_LOGIT, ChunkDevice, auto_rows};
 use tch::Kind;
 
 use super::{MemoryPlan, WEIGHT};
@@ -11,7 +11,7 @@ pub(super) fn peak(plan: &MemoryPlan, live: f64) -> f64 {
     let shape = &plan.shape;
     let (tokens, inner) = (plan.tokens(), plan.inner_bytes());
     let vocabulary = shape.vocabulary as f64;
-    if plan.fused_kernels {
+    if plan.fused_kernels && !plan.whole_logits {
         let kind = if plan.is_half() {
             Kind::Half
         } else {
@@ -19,15 +19,21 @@ pub(super) fn peak(plan: &MemoryPlan, live: f64) -> f64 {
         };
         let device = match plan.gpu_memory {
             None => ChunkDevice::Cpu,
-            Some(bytes) => ChunkDevice::Gpu {
-                free_bytes: (bytes as f64 - live) as u64,
+            Some(gpu) => ChunkDevice::Gpu {
+                free_bytes: (gpu.bytes as f64 - live) as u64,
             },
+        };
+        let beside = match plan.gpu_memory {
+            Some(gpu) if !gpu.loss_kernel => BYTES_PER_LOGIT as f64,
+            _ => 0.0,
         };
         let rows = auto_rows(shape.vocabulary as usize, kind, device).get() as f64;
         // The fused loss computes the gradients of the head's input and weight chunk by chunk in forward; that of a
         // half-precision weight is summed in fp32.
         let input_gradient = tokens * plan.hidden() * inner;
-        return rows.min(tokens) * vocabulary * inner + input_gradient + WEIGHT * shape.embedding();
+        return rows.min(tokens) * vocabulary * (inner + beside)
+            + input_gradient
+            + WEIGHT * shape.embedding();
     }
     // Backward begins with the log-probabilities, their gradient and the logits' gradient, all fp32;
     // half-precision logits are there as well.

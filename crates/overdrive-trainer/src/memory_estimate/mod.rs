@@ -148,9 +148,21 @@ pub struct MemoryPlan {
     pub optimizer: OptimizerMemory,
     /// If `true`, gradients of several micro-batches are accumulated, and so exist during forward.
     pub accumulates: bool,
-    /// The bytes that the tensors of the run may take on a GPU, of which the fused loss uses a part of what the others
-    /// leave; `None` for a CPU, where it works in smaller chunks.
-    pub gpu_memory: Option<u64>,
+    /// If `true`, the loss holds all logits in fp32 even with fused kernels, as that of preferences does.
+    pub whole_logits: bool,
+    /// The memory of the GPU, of which the fused loss uses a part of what the other tensors leave; `None` for a CPU, where
+    /// it works in smaller chunks.
+    pub gpu_memory: Option<GpuMemory>,
+}
+
+/// The memory of a GPU, as far as the fused loss depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuMemory {
+    /// The bytes that the tensors of the run may take.
+    pub bytes: u64,
+    /// If `true`, a kernel of overdrive-gpu computes the loss in place; libtorch's operators, which other GPUs run, take
+    /// 8 bytes more for each logit of a chunk.
+    pub loss_kernel: bool,
 }
 
 impl MemoryPlan {
@@ -168,6 +180,7 @@ impl MemoryPlan {
             fused_kernels: false,
             optimizer: OptimizerMemory::default(),
             accumulates: false,
+            whole_logits: false,
             gpu_memory: None,
         }
     }
@@ -512,18 +525,34 @@ mod tests {
             };
             let gradients = 2 * batch * 1024 * 896 + 4 * 151_936 * 896;
             let estimate = plan.estimate().expect("a plan");
-            ((estimate.logits - gradients) / (2 * 151_936), estimate.peak)
+            ((estimate.logits - gradients) / 151_936, estimate.peak)
         };
-        assert_eq!(logits(None, 8).0, 256);
-        assert_eq!(logits(Some(140 << 30), 8).0, 4096);
-        assert_eq!(logits(Some(140 << 30), 1).0, 1024, "all rows of the batch");
-        assert_eq!(logits(Some(1 << 30), 8).0, 256, "nothing is left");
+        let gpu = |bytes, loss_kernel| Some(GpuMemory { bytes, loss_kernel });
+        assert_eq!(logits(None, 8).0, 256 * 2);
+        assert_eq!(logits(gpu(140 << 30, true), 8).0, 4096 * 2);
+        let operators = logits(gpu(140 << 30, false), 8).0;
+        assert_eq!(operators, 4096 * (2 + 8), "two fp32 tensors of the chunk");
+        let all = logits(gpu(140 << 30, true), 1).0;
+        assert_eq!(all, 1024 * 2, "all rows of the batch");
+        assert_eq!(logits(gpu(1 << 30, true), 8).0, 256 * 2, "nothing is left");
         // A chunk takes at most a quarter of what is left.
-        let (rows, peak) = logits(Some(24 << 30), 4);
+        let (bytes, peak) = logits(gpu(24 << 30, true), 4);
+        let rows = bytes / 2;
         assert!(
             256 < rows && rows < 4096 && peak < 24 << 30,
             "{rows} {peak}"
         );
+    }
+
+    #[test]
+    fn preferences_hold_all_logits_whatever_the_kernels() {
+        let plan = MemoryPlan {
+            fused_kernels: true,
+            whole_logits: true,
+            ..MemoryPlan::new(tiny(), 8, 256)
+        };
+        let of_operators = MemoryPlan::new(tiny(), 8, 256).estimate().expect("a plan");
+        assert_eq!(plan.estimate().expect("a plan").logits, of_operators.logits);
     }
 
     #[test]
@@ -553,7 +582,10 @@ mod tests {
                 let plan = MemoryPlan {
                     optimizer,
                     fused_kernels,
-                    gpu_memory: Some(huge),
+                    gpu_memory: Some(GpuMemory {
+                        bytes: huge,
+                        loss_kernel: false,
+                    }),
                     ..MemoryPlan::new(shape, huge, huge)
                 };
                 assert_eq!(peak(plan), u64::MAX);

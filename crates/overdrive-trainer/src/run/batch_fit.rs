@@ -15,7 +15,7 @@ use super::folder::RunFolder;
 use super::memory::gpu_memory;
 use crate::arguments::{Configuration, FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
 use crate::error::of_group;
-use crate::memory_estimate::{DecoderShape, MemoryPlan};
+use crate::memory_estimate::{DecoderShape, GpuMemory, MemoryPlan};
 use crate::{Error, Result};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
@@ -51,7 +51,7 @@ impl TrainingArguments {
         shape: DecoderShape,
         precision: Precision,
         plan: BatchPlan,
-        gpu_memory: Option<u64>,
+        gpu_memory: Option<GpuMemory>,
     ) -> Result<u64> {
         let memory = MemoryPlan {
             batch: plan.micro_batch(),
@@ -85,8 +85,7 @@ impl TrainingArguments {
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
-        let gpu = gpu_memory(device);
-        let peak = |plan| arguments.estimated_peak(shape, precision, plan, gpu);
+        let peak = |plan, gpu| arguments.estimated_peak(shape, precision, plan, gpu);
         self.fit_to(device, group, peak)
     }
 
@@ -96,7 +95,7 @@ impl TrainingArguments {
         &mut self,
         device: Device,
         group: &ProcessGroup,
-        bytes: impl Fn(BatchPlan) -> Result<u64>,
+        bytes: impl Fn(BatchPlan, Option<GpuMemory>) -> Result<u64>,
     ) -> Result<Option<String>> {
         if !self.auto_find_batch_size {
             return Ok(None);
@@ -104,8 +103,10 @@ impl TrainingArguments {
         let Some(limit) = least_of_all(usable_memory(device), group)? else {
             return Ok(None);
         };
+        let gpu = least_gpu_memory(gpu_memory(device), group)?;
         let before = self.per_device_train_batch_size;
-        let plan = largest_that_fits(self.batch_plan(group.world_size())?, limit, bytes)?;
+        let largest = self.batch_plan(group.world_size())?;
+        let plan = largest_that_fits(largest, limit, |plan| bytes(plan, gpu))?;
         let smaller = plan.filter(|plan| plan.micro_batch() < before);
         Ok(smaller.map(|plan| {
             self.set_batch_plan(plan);
@@ -163,61 +164,95 @@ impl TrainingArguments {
 }
 
 impl FinetuneArguments {
-    /// Returns the estimated bytes that a step takes beside the weights of a loaded model: the activations, the logits,
-    /// and the gradients and optimizer states of the `trainable` parameters. `gpu_memory` is that of
-    /// [`MemoryPlan`](crate::MemoryPlan::gpu_memory).
-    ///
-    /// # Errors
-    /// As [`MemoryPlan::estimate`](crate::MemoryPlan::estimate).
-    pub fn estimated_step(
-        &self,
-        shape: DecoderShape,
-        precision: Precision,
-        trainable: u64,
-        plan: BatchPlan,
-        gpu_memory: Option<u64>,
-    ) -> Result<u64> {
-        let memory = MemoryPlan {
-            batch: plan.micro_batch(),
-            accumulates: plan.accumulation_steps() > 1,
-            gpu_memory,
-            ..self.training.memory_plan_of(shape, precision)
-        };
-        let all = memory.estimate()?;
-        // The fraction of all parameters; an `f64` is precise enough for an estimate.
-        let trained = trainable as f64 / shape.parameters().max(1) as f64;
-        // Frozen weights are kept in the dtype of the matmuls, so only trained ones have copies in half precision.
-        let of_trained = all.gradients + all.optimizer + all.cast_weights;
-        let states = (of_trained as f64 * trained) as u64;
-        Ok(states + all.activations + all.recomputed.max(all.logits))
+    /// Returns the memory plan of `step` with micro-batches of `examples`.
+    pub(crate) fn step_plan(&self, step: &FinetuneStep, examples: u64) -> MemoryPlan {
+        MemoryPlan {
+            batch: examples.saturating_mul(step.objective.rows()),
+            whole_logits: step.objective.has_whole_logits(),
+            ..self.training.memory_plan_of(step.shape, step.precision)
+        }
     }
 
-    /// As [`TrainingArguments::fit_batch`], with a model that is loaded and of which `trainable` parameters are trained.
-    /// Each example of a micro-batch is `rows` rows: 2 for a pair of answers.
+    /// Returns the estimated bytes that a step takes beside the weights of a loaded model: the activations, the logits,
+    /// the gradients and optimizer states of the trained parameters, and autocast's copies.
+    fn estimated_step(
+        &self,
+        step: &FinetuneStep,
+        plan: BatchPlan,
+        gpu_memory: Option<GpuMemory>,
+    ) -> Result<u64> {
+        let memory = MemoryPlan {
+            accumulates: plan.accumulation_steps() > 1,
+            gpu_memory,
+            ..self.step_plan(step, plan.micro_batch())
+        };
+        let all = memory.estimate()?;
+        // Fractions of all parameters; an `f64` is precise enough for an estimate.
+        let part = |bytes: u64, parameters: u64| {
+            (bytes as f64 * (parameters as f64 / step.shape.parameters().max(1) as f64)) as u64
+        };
+        let states = part(all.gradients + all.optimizer, step.trainable);
+        // On a CPU the layers cast a frozen weight in each pass and keep no copy.
+        let frozen = gpu_memory.map_or(0, |_| step.frozen_in_fp32);
+        let copies = part(all.cast_weights, step.trainable + frozen);
+        Ok(states + copies + all.activations + all.recomputed.max(all.logits))
+    }
+
+    /// As [`TrainingArguments::fit_batch`], with a model that is loaded.
     ///
     /// # Errors
-    /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::fit_batch`].
-    pub fn fit_batch(
+    /// As [`TrainingArguments::fit_batch`].
+    pub(crate) fn fit_batch(
         &mut self,
-        shape: DecoderShape,
-        precision: Precision,
-        trainable: u64,
-        rows: u64,
+        step: &FinetuneStep,
         device: Device,
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
         let arguments = self.clone();
-        let gpu = gpu_memory(device);
-        let step =
-            |plan| arguments.estimated_step(shape, precision, trainable, in_rows(plan, rows)?, gpu);
-        self.training.fit_to(device, group, step)
+        let bytes = |plan, gpu| arguments.estimated_step(step, plan, gpu);
+        self.training.fit_to(device, group, bytes)
+    }
+}
+
+/// What the memory of a step depends on, besides the arguments.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct FinetuneStep {
+    pub(crate) shape: DecoderShape,
+    pub(crate) precision: Precision,
+    /// The number of trained parameters.
+    pub(crate) trainable: u64,
+    /// The number of frozen parameters in fp32, which autocast copies.
+    pub(crate) frozen_in_fp32: u64,
+    pub(crate) objective: Objective,
+}
+
+/// What a model is fine-tuned for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Objective {
+    /// The next tokens of an example.
+    Tokens,
+    /// The better of two answers.
+    Preferences,
+}
+
+impl Objective {
+    /// Returns the number of rows of an example.
+    fn rows(self) -> u64 {
+        match self {
+            Self::Tokens => 1,
+            Self::Preferences => 2,
+        }
+    }
+
+    fn has_whole_logits(self) -> bool {
+        self == Self::Preferences
     }
 }
 
 /// Calls `train` with `arguments`, and after memory ran out, if `auto_find_batch_size` is set, again with micro-batches of at
 /// most half the size, which continue the run in its folder. An error that lost processes have caused names them.
 ///
-/// Memory has run out if an error says so, or a panic of tch, which becomes an error.
+/// An error or a panic of tch can report that memory ran out; such a panic is returned as an error.
 ///
 /// `train` gets `say`, for its own lines, and calls [`TrainingArguments::continue_in`] when the folder of the run is open.
 ///
@@ -249,12 +284,6 @@ where
     }
 }
 
-/// Returns the plan of a process whose micro-batches have `rows` rows for each example.
-fn in_rows(plan: BatchPlan, rows: u64) -> Result<BatchPlan> {
-    let micro_batch = plan.micro_batch().saturating_mul(rows);
-    Ok(BatchPlan::new(micro_batch, plan.accumulation_steps(), 1)?)
-}
-
 /// Returns the first plan, from `largest` down, whose `bytes` are at most `limit`.
 fn largest_that_fits(
     largest: BatchPlan,
@@ -277,6 +306,15 @@ fn least_of_all(bytes: Option<u64>, group: &ProcessGroup) -> Result<Option<u64>>
     Ok((least > 0.0).then_some(least as u64))
 }
 
+/// Returns the memory that every process can count on, from the `own` of each, so that the estimates of all are the same;
+/// `None` if one of them does not know its own.
+fn least_gpu_memory(own: Option<GpuMemory>, group: &ProcessGroup) -> Result<Option<GpuMemory>> {
+    let bytes = least_of_all(own.map(|gpu| gpu.bytes), group)?;
+    let has_kernel = own.is_some_and(|gpu| gpu.loss_kernel);
+    let loss_kernel = group.min(f64::from(u8::from(has_kernel)))? > 0.0;
+    Ok(bytes.map(|bytes| GpuMemory { bytes, loss_kernel }))
+}
+
 /// Returns the bytes of tensors that an automatic choice may plan with: nine tenths of the free memory.
 pub fn usable_memory(device: Device) -> Option<u64> {
     free_memory(device).map(|bytes| (bytes as f64 * USED_FRACTION) as u64)
@@ -286,6 +324,23 @@ pub fn usable_memory(device: Device) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::arguments::Preset;
+
+    fn finetuning(training: TrainingArguments) -> FinetuneArguments {
+        FinetuneArguments {
+            training,
+            ..FinetuneArguments::default()
+        }
+    }
+
+    fn step(shape: DecoderShape, precision: Precision, objective: Objective) -> FinetuneStep {
+        FinetuneStep {
+            shape,
+            precision,
+            trainable: 0,
+            frozen_in_fp32: 0,
+            objective,
+        }
+    }
 
     fn arguments() -> (TrainingArguments, DecoderShape) {
         let arguments = TrainingArguments {
@@ -323,19 +378,18 @@ mod tests {
 
     #[test]
     fn half_as_many_pairs_fit_as_rows() {
-        let (training, shape) = arguments();
+        let (mut training, shape) = arguments();
+        // Then tokens hold all logits too.
+        training.fused_kernels = false;
         let plan = training.batch_plan(1).unwrap();
-        let arguments = FinetuneArguments {
-            training,
-            ..FinetuneArguments::default()
+        let arguments = finetuning(training);
+        let step = |plan, objective| {
+            let step = step(shape, Precision::Fp32, objective);
+            arguments.estimated_step(&step, plan, None)
         };
-        let step = |plan, rows| {
-            let plan = in_rows(plan, rows)?;
-            arguments.estimated_step(shape, Precision::Fp32, 1000, plan, None)
-        };
-        let limit = step(plan.with_micro_batch(24).unwrap(), 1).unwrap();
-        for (rows, micro) in [(1, 24), (2, 12)] {
-            let found = largest_that_fits(plan, limit, |plan| step(plan, rows));
+        let limit = step(plan.with_micro_batch(24).unwrap(), Objective::Tokens).unwrap();
+        for (objective, micro) in [(Objective::Tokens, 24), (Objective::Preferences, 12)] {
+            let found = largest_that_fits(plan, limit, |plan| step(plan, objective));
             let found = found.unwrap().unwrap();
             assert_eq!((found.micro_batch(), found.effective_batch()), (micro, 48));
         }
@@ -386,35 +440,51 @@ mod tests {
     }
 
     #[test]
-    fn frozen_weights_have_no_copies_in_half_precision() {
+    fn only_frozen_weights_in_fp32_have_copies_in_half_precision_and_only_on_a_gpu() {
         let (training, shape) = arguments();
         let plan = training.batch_plan(1).unwrap();
         let all = training.memory_plan_of(shape, Precision::Bf16);
         let all = all.estimate().unwrap();
-        let arguments = FinetuneArguments {
-            training,
-            ..FinetuneArguments::default()
-        };
-        let step = arguments.estimated_step(shape, Precision::Bf16, 0, plan, None);
         assert!(all.cast_weights > 0);
-        assert_eq!(
-            step.unwrap(),
-            all.activations + all.recomputed.max(all.logits)
-        );
+        let arguments = finetuning(training);
+        let gpu = GpuMemory {
+            bytes: 0,
+            loss_kernel: true,
+        };
+        let copies = |frozen_in_fp32, gpu| {
+            let step = FinetuneStep {
+                frozen_in_fp32,
+                ..step(shape, Precision::Bf16, Objective::Tokens)
+            };
+            let step = arguments.estimated_step(&step, plan, gpu).unwrap();
+            step - all.activations - all.recomputed.max(all.logits)
+        };
+        assert_eq!(copies(0, Some(gpu)), 0);
+        assert_eq!(copies(shape.parameters(), None), 0);
+        assert_eq!(copies(shape.parameters(), Some(gpu)), all.cast_weights);
+    }
+
+    #[test]
+    fn a_pair_of_answers_takes_two_rows_and_all_logits() {
+        let (training, shape) = arguments();
+        let arguments = finetuning(training);
+        let plan = |objective| arguments.step_plan(&step(shape, Precision::Fp32, objective), 8);
+        let (tokens, pairs) = (plan(Objective::Tokens), plan(Objective::Preferences));
+        assert_eq!((tokens.batch, tokens.whole_logits), (8, false));
+        assert_eq!((pairs.batch, pairs.whole_logits), (16, true));
     }
 
     #[test]
     fn a_step_of_adapters_takes_less_than_one_of_all_weights_and_more_with_more_rows() {
         let (training, shape) = arguments();
-        let arguments = FinetuneArguments {
-            training,
-            ..FinetuneArguments::default()
-        };
+        let arguments = finetuning(training);
         let plan = arguments.training.batch_plan(1).unwrap();
         let step = |trainable: u64, plan: BatchPlan| {
-            arguments
-                .estimated_step(shape, Precision::Fp32, trainable, plan, None)
-                .unwrap()
+            let step = FinetuneStep {
+                trainable,
+                ..step(shape, Precision::Fp32, Objective::Tokens)
+            };
+            arguments.estimated_step(&step, plan, None).unwrap()
         };
         let (all, few) = (shape.parameters(), shape.parameters() / 100);
         // Gradient and two moments of fp32.

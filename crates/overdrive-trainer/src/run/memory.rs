@@ -1,13 +1,14 @@
 //! The memory estimate of a run.
 
 use overdrive_checkpointing::Schedule;
+use overdrive_fused::has_loss_kernel;
 use overdrive_precision::Precision;
 use overdrive_profiling::free_memory;
 use overdrive_sys::memory;
 use tch::Device;
 
 use crate::arguments::TrainingArguments;
-use crate::memory_estimate::{DecoderShape, MemoryPlan};
+use crate::memory_estimate::{DecoderShape, GpuMemory, MemoryPlan};
 
 impl TrainingArguments {
     /// Returns the plan of the memory that the run needs on a CPU in `precision` with a tokenizer of `vocab_size` tokens;
@@ -46,12 +47,17 @@ impl TrainingArguments {
     }
 }
 
-/// Returns the bytes of a GPU that tensors of this process have or may take; `None` for other devices, and where they are
-/// unknown.
-pub(crate) fn gpu_memory(device: Device) -> Option<u64> {
+/// Returns the memory of a GPU that this process's tensors take, plus what is free; `None` for other devices, and where it
+/// is unknown.
+pub(crate) fn gpu_memory(device: Device) -> Option<GpuMemory> {
     if !device.is_cuda() {
         return None;
     }
+    // The first question initializes the GPU, without which the second fails.
+    let free = free_memory(device)?;
     let taken = memory::stats(device).ok()?.allocated_bytes;
-    Some(free_memory(device)? + taken)
+    Some(GpuMemory {
+        bytes: free + taken,
+        loss_kernel: has_loss_kernel(device),
+    })
 }

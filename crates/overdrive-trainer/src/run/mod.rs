@@ -18,6 +18,7 @@ mod summary;
 mod trackers;
 mod training_run;
 
+pub(crate) use batch_fit::{FinetuneStep, Objective};
 pub use batch_fit::{train_with_batch_that_fits, usable_memory};
 pub use fingerprints::Fingerprints;
 pub use folder::RunFolder;

@@ -12,11 +12,11 @@ use overdrive_profiling::{GpuMonitor, GpuProcess, free_memory};
 use overdrive_sys::threads;
 use tch::Device;
 
-use crate::Result;
 use crate::arguments::TrainingArguments;
 use crate::data::TextData;
 use crate::memory_estimate::MemoryPlan;
-use crate::run::RunFolder;
+use crate::run::{RunFolder, gpu_memory};
+use crate::{Error, Result};
 
 /// The weight of a [`Finding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -182,7 +182,7 @@ impl MachineFacts {
     /// Returns the memory plan of the run on this machine.
     fn memory_plan(&self, arguments: &TrainingArguments, sizes: &Sizes) -> MemoryPlan {
         MemoryPlan {
-            gpu_memory: self.free_memory.filter(|_| self.device.is_cuda()),
+            gpu_memory: gpu_memory(self.device),
             ..arguments.memory_plan(sizes.vocabulary, self.precision)
         }
     }
@@ -202,6 +202,12 @@ fn free_disk(_: &Path) -> Option<u64> {
     None
 }
 
+/// Returns the finding of an error that the run would end with.
+fn failure(subject: &'static str, error: &Error) -> Finding {
+    let remedy = "follow the error; the run would end with it";
+    Finding::fine(subject, error.to_string()).or(true, Severity::Failure, remedy)
+}
+
 impl TrainingArguments {
     /// Checks a run on `device` without training: its folder and its reports, the data, the disk, the memory by estimate,
     /// the precision, other processes on the GPU, the threads, and the keys that would slow it down. `processes` is the
@@ -219,10 +225,7 @@ impl TrainingArguments {
         let data = TextData::prepare(self, |_| {});
         let mut check = self.check_with(&facts, data, processes)?;
         if let Err(error) = folder {
-            let remedy = "follow the error; the run would end with it";
-            let found = Finding::fine("folder", error.to_string());
-            let found = found.or(true, Severity::Failure, remedy);
-            check.findings.insert(0, found);
+            check.findings.insert(0, failure("folder", &error));
         }
         Ok(check)
     }
@@ -239,6 +242,11 @@ impl TrainingArguments {
             micro_batches_per_epoch: data.ok().map(|data| data.micro_batches_per_epoch(self)),
         };
         let mut findings = checks::data(self, data);
+        // The memory of a plan that does not fit the model has no estimate, and the run would end with the same error.
+        if let Err(error) = facts.memory_plan(self, &sizes).estimate() {
+            findings.push(failure("memory", &error));
+            return Ok(RunCheck { findings });
+        }
         findings.extend(self.check_machine(facts, &sizes, processes)?);
         findings.push(checks::precision(facts));
         findings.extend(checks::speed(self, facts, &sizes)?);

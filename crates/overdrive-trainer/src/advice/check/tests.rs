@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use overdrive_checkpointing::Schedule;
 use overdrive_precision::Precision;
 use overdrive_profiling::free_memory;
 use tch::Device;
@@ -171,6 +172,22 @@ fn snapshots_are_counted_and_fit_or_fail() {
     );
     arguments.save_strategy = SaveStrategy::No;
     assert_eq!(found(&arguments, &facts, "disk", 1), []);
+}
+
+#[test]
+fn blocks_that_the_model_does_not_have_are_a_failure_beside_the_other_findings() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = arguments(folder.path());
+    arguments.gradient_checkpointing = true;
+    arguments.gradient_checkpointing_kwargs.schedule = Schedule::Segments(7);
+    let facts = facts(&arguments);
+    let data = TextData::prepare_in(folder.path(), &arguments, |_| {});
+    let check = arguments.check_with(&facts, data, 1).unwrap();
+    let subjects: Vec<_> = check.findings.iter().map(|found| found.subject).collect();
+    assert!(subjects.contains(&"data"), "{check}");
+    let memory = only(&arguments, &facts, "memory", 1);
+    assert_eq!(memory.severity, Severity::Failure, "{memory}");
+    assert!(memory.what.contains('7'), "{memory}");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use super::{DeviceFacts, DeviceKind};
 use crate::Result;
 use crate::advice::tuning::TuneCandidate;
 use crate::arguments::{OptimizerName, TrainingArguments};
-use crate::memory_estimate::{DecoderShape, MemoryPlan};
+use crate::memory_estimate::{DecoderShape, GpuMemory, MemoryPlan};
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.
@@ -190,7 +190,11 @@ fn peak(
     });
     let plan = MemoryPlan {
         gpu_memory: match device.kind {
-            DeviceKind::Gpu { .. } => Some(device.usable_memory()),
+            // Of settings that fit with libtorch's operators, those with the loss kernel fit too.
+            DeviceKind::Gpu { .. } => Some(GpuMemory {
+                bytes: device.usable_memory(),
+                loss_kernel: false,
+            }),
             DeviceKind::Cpu { .. } => None,
         },
         ..arguments.memory_plan_of(shape, precision)

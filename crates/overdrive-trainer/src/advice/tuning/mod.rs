@@ -64,8 +64,8 @@ impl TrainingArguments {
     /// Finds the fastest micro-batch, accumulation, precision, checkpointing and number of workers for a model of
     /// `shape`, for the effective batch of these arguments, within `options.limit_bytes`.
     ///
-    /// `trial` measures a configuration, and returns [`TuneOutcome::Measured`] or [`TuneOutcome::OutOfMemory`]; it is called only for those whose estimated peak is within the limit and
-    /// that could be the fastest:
+    /// `trial` measures a configuration, and returns [`TuneOutcome::Measured`] or [`TuneOutcome::OutOfMemory`]; it is
+    /// called only for those whose estimated peak is within the limit and that could be the fastest:
     ///
     /// 1. Each precision with one micro-batch; the others are left out with the slower precisions.
     /// 2. The micro-batches without checkpointing, from the largest that fits down, until two in a row are slower than

@@ -2,12 +2,13 @@
 
 use overdrive_accumulation::BatchPlan;
 use overdrive_core::units;
+use overdrive_fused::has_loss_kernel;
 use overdrive_precision::Precision;
 
 use super::{Trial, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
 use crate::Error;
 use crate::arguments::TrainingArguments;
-use crate::memory_estimate::DecoderShape;
+use crate::memory_estimate::{DecoderShape, GpuMemory};
 
 /// A row counts as slower if it has less than this fraction of the fastest's rate.
 const SLOWER: f64 = 0.95;
@@ -193,7 +194,10 @@ impl<'a, E: From<Error>> Search<'a, E> {
     fn estimate(&self, candidate: &TuneCandidate) -> Result<u64, E> {
         let arguments = candidate.of(self.arguments);
         let options = self.options;
-        let gpu = options.device.is_cuda().then_some(options.limit_bytes);
+        let gpu = options.device.is_cuda().then(|| GpuMemory {
+            bytes: options.limit_bytes,
+            loss_kernel: has_loss_kernel(options.device),
+        });
         let peak = arguments.estimated_peak(self.shape, candidate.precision, candidate.batch, gpu);
         Ok(peak?)
     }

@@ -241,6 +241,9 @@ fn flags_reach_their_keys<A: Configuration>() {
             }
             let matches = command::<A>().try_get_matches_from(&words).expect(&name);
             let args = ConfigArgs::<A>::from_arg_matches(&matches).expect(&name);
+            // The value may be the default too.
+            let values = Value::Object(args.values.clone());
+            assert!(!at(&values, key.name).is_null(), "--{name} sets nothing");
             let given = A::read(args.values, "the command line").expect(&name);
             let given = at(&given.values().unwrap(), key.name).clone();
             // A name alone is a list of one on the command line.

@@ -4,14 +4,17 @@ use overdrive_optim::Ema;
 use overdrive_precision::Precision;
 use overdrive_profiling::MemoryUsage;
 use overdrive_sys::memory;
-use tch::Device;
+use tch::{Device, Kind};
 
 use super::data::InstructionData;
 use super::{FinetuneModel, Finetuned, TrainingMemory};
 use crate::Result;
 use crate::arguments::FinetuneArguments;
 use crate::data::{BatchFill, DataShard};
-use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary, gpu_memory};
+use crate::memory_estimate::MemoryPlan;
+use crate::run::{
+    Evaluation, FinetuneStep, Fingerprints, Objective, RunFolder, RunSummary, gpu_memory,
+};
 use crate::tasks::language_model::{decoder_shape, evaluate};
 
 /// A loaded model and its data, ready to be fine-tuned.
@@ -33,8 +36,7 @@ pub struct FinetuneTask {
 pub(crate) struct Measured {
     pub(crate) shard: DataShard,
     pub(crate) fill: BatchFill,
-    /// The rows of an example.
-    pub(crate) rows: u64,
+    pub(crate) objective: Objective,
     /// The tokens of the widest row.
     pub(crate) width: u64,
     /// The bytes that were allocated before the model was loaded.
@@ -55,10 +57,10 @@ impl FinetuneTask {
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
-        loaded.fit(arguments, 1, group, &mut say)?;
+        loaded.fit(arguments, Objective::Tokens, group, &mut say)?;
         let data = InstructionData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.fingerprints(arguments, group)?;
-        let measured = loaded.measured(1, data.fill(arguments)?);
+        let measured = loaded.measured(Objective::Tokens, data.fill(arguments)?);
         say(&format!(
             "batches     {} of {} rows per epoch, {}",
             data.train_loader(arguments, measured.shard)?
@@ -123,11 +125,13 @@ impl FinetuneTask {
         let peak = MemoryUsage::of(self.measured.shard.device()).peak_allocated_bytes;
         let peak = peak.map(|peak| peak.saturating_sub(self.measured.allocated_before));
         let (model, training) = (self.model, &arguments.training);
-        let mut plan = training.memory_plan_of(decoder_shape(&model.model), self.precision);
-        plan.batch = plan.batch.saturating_mul(self.measured.rows);
-        // The longest row bounds the activations, which dominate the estimate.
-        plan.length = self.measured.width.min(training.context_length);
-        plan.gpu_memory = gpu_memory(model.model.device());
+        let step = step_of(&model, self.precision, self.measured.objective);
+        let plan = MemoryPlan {
+            // The longest row bounds the activations, which dominate the estimate.
+            length: self.measured.width.min(training.context_length),
+            gpu_memory: gpu_memory(model.model.device()),
+            ..arguments.step_plan(&step, training.per_device_train_batch_size)
+        };
         let memory = TrainingMemory::of(&plan, &model, &summary, peak)?;
         Ok(Finetuned {
             arguments: arguments.clone(),
@@ -187,33 +191,31 @@ impl LoadedModel {
     }
 
     /// Makes the micro-batches as small as the free memory demands, with `auto_find_batch_size`: call it when all models are
-    /// loaded. Each example is `rows` rows.
+    /// loaded.
     pub(crate) fn fit(
         &self,
         arguments: &mut FinetuneArguments,
-        rows: u64,
+        objective: Objective,
         group: &ProcessGroup,
         say: &mut dyn FnMut(&str),
     ) -> Result<()> {
-        let (shape, trainable) = (
-            decoder_shape(&self.model.model),
-            self.model.trainable_parameters(),
-        );
-        let (precision, device) = (self.precision, self.shard.device());
-        let line = arguments.fit_batch(shape, precision, trainable, rows, device, group)?;
-        if let Some(line) = line {
+        let step = step_of(&self.model, self.precision, objective);
+        if let Some(line) = arguments.fit_batch(&step, self.shard.device(), group)? {
             say(&line);
         }
         Ok(())
     }
 
-    /// Returns the measurements that a task keeps, with the fill and the widest row of its batches, whose examples are `rows`
-    /// rows each.
-    pub(crate) fn measured(&self, rows: u64, (fill, width): (BatchFill, u64)) -> Measured {
+    /// Returns the measurements that a task keeps, with the fill and the widest row of its batches.
+    pub(crate) fn measured(
+        &self,
+        objective: Objective,
+        (fill, width): (BatchFill, u64),
+    ) -> Measured {
         Measured {
             shard: self.shard,
             fill,
-            rows,
+            objective,
             width,
             allocated_before: self.allocated_before,
         }
@@ -222,5 +224,20 @@ impl LoadedModel {
     /// Returns the end-of-sequence tokens of the model's configuration.
     pub(crate) fn eos_token_ids(&self) -> &[i64] {
         self.model.model.config().eos_token_ids()
+    }
+}
+
+fn step_of(model: &FinetuneModel, precision: Precision, objective: Objective) -> FinetuneStep {
+    let all = model.model.named_parameters();
+    let frozen_in_fp32 = all
+        .iter()
+        .filter(|(_, tensor)| tensor.kind() == Kind::Float && !tensor.requires_grad())
+        .map(|(_, tensor)| tensor.numel() as u64);
+    FinetuneStep {
+        shape: decoder_shape(&model.model),
+        precision,
+        trainable: model.trainable_parameters(),
+        frozen_in_fp32: frozen_in_fp32.sum(),
+        objective,
     }
 }

@@ -1,4 +1,3 @@
-use crate::run::gpu_memory;
 use overdrive_attention::PackedLengths;
 use overdrive_datasets::{Batch, DeviceLoader};
 use overdrive_distributed::ProcessGroup;
@@ -13,6 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::arguments::{SaveStrategy, TrainingArguments};
 use crate::data::TextData;
 use crate::memory_estimate::{DecoderShape, ExpertShape, MemoryPlan};
+use crate::run::gpu_memory;
 use crate::{Interrupt, Result};
 use overdrive_core::Error as CommonError;
 use overdrive_core::files;

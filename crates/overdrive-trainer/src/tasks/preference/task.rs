@@ -12,12 +12,9 @@ use super::{
 };
 use crate::arguments::{DpoArguments, DpoConfig, FinetuneArguments};
 use crate::error::invalid;
-use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
+use crate::run::{Evaluation, Fingerprints, Objective, RunFolder, RunSummary};
 use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
 use crate::{Interrupt, Result};
-
-/// A pair is two rows of a micro-batch: the chosen and the rejected answer.
-const ROWS_OF_A_PAIR: u64 = 2;
 
 /// A loaded model, its reference and preference data, ready for Direct Preference Optimization.
 #[derive(Debug)]
@@ -83,10 +80,10 @@ impl PreferenceTask {
                 Reference::Copy(Box::new(copy))
             }
         };
-        loaded.fit(arguments, ROWS_OF_A_PAIR, group, &mut say)?;
+        loaded.fit(arguments, Objective::Preferences, group, &mut say)?;
         let data = PreferenceData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.chosen.fingerprints(arguments, group)?;
-        let measured = loaded.measured(ROWS_OF_A_PAIR, data.fill(arguments)?);
+        let measured = loaded.measured(Objective::Preferences, data.fill(arguments)?);
         let (mut model, precision, shard) = (loaded.model, loaded.precision, measured.shard);
         say(&format!(
             "batches     {} of {} pairs per epoch, {}",
