@@ -33,7 +33,7 @@ struct Flags {
     /// Format: text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: from the extensions]
     #[arg(long)]
     format: Option<String>,
-    /// Unpack all compressed files into the cache, also those whose blocks can be read separately
+    /// Unpack all compressed files into the cache, including those whose blocks can be read separately
     #[arg(long)]
     unpack: bool,
     /// Rebuild the index even if it exists

@@ -35,7 +35,7 @@ pub(crate) struct Flags {
     /// Folder or hub name of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
     #[arg(long, requires = "data")]
     pub(crate) model: Option<PathBuf>,
-    /// File of pairs, with `--model`: CSV or JSON (or Parquet, a feature) with `source` and `target` [default: words to reverse]
+    /// File of pairs, with `--model`: CSV or JSON (or Parquet, with the feature `parquet`) with `source` and `target` [default: words to reverse]
     #[arg(long, requires = "model")]
     pub(crate) data: Option<PathBuf>,
     /// Number of optimizer steps

@@ -26,7 +26,7 @@ use overdrive_examples::{TextTokens, print_line};
 #[derive(Parser)]
 #[command(group = ArgGroup::new("source").args(["data", "generate"]).required(true))]
 pub(crate) struct Flags {
-    /// Manifests: CSV, TSV, JSON, JSON Lines, or with the feature `parquet` Parquet
+    /// Manifests: CSV, TSV, JSON or JSON Lines (or Parquet, with the feature `parquet`)
     pub(crate) data: Vec<PathBuf>,
     /// Write twelve clips of tones and a manifest to this folder, and read them
     #[arg(long, value_name = "DIR")]

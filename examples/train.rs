@@ -64,8 +64,6 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));
     }
-    RunFolder::check(&arguments)?;
-    arguments.check_metric(&["bits_per_byte"])?;
     if flags.check {
         let found = arguments.check_run(device, group.world_size())?;
         say(&found.to_string());
@@ -74,6 +72,8 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
             failures => bail!("{failures} of the findings would make the run fail"),
         }
     }
+    RunFolder::check(&arguments)?;
+    arguments.check_metric(&["bits_per_byte"])?;
     let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
     let shape = arguments.memory_plan(data.vocab_size(), precision).shape;

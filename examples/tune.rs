@@ -21,7 +21,7 @@ use overdrive::trainer::{
     DecoderShape, DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs,
     TrainingArguments, Trials, TuneOptions, Tuning, print_line, run_main, usable_memory,
 };
-use overdrive_examples::MemoryLimit;
+use overdrive_examples::{MemoryLimit, local_data};
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine and writes them as a configuration
@@ -82,6 +82,9 @@ fn train_program() -> Result<PathBuf> {
 pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     let (mut arguments, notes) = flags.train.resolve_with_notes()?;
     notes.iter().for_each(print_line);
+    // The written configuration keeps the names.
+    let data_names = arguments.data.clone();
+    arguments.find_data(local_data)?;
     let inputs = arguments
         .tokenizer
         .as_deref()
@@ -125,6 +128,7 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
         end
     })?;
     output.create()?;
+    arguments.data = data_names;
     write(flags, &arguments, &tuning, device)?;
     Ok(tuning)
 }

@@ -115,11 +115,8 @@ impl Program {
     /// An error if Cargo cannot build it.
     pub fn build(name: &str) -> StepResult<Self> {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        // The current folder may be another project's.
         let build = [
             "build",
-            "--manifest-path",
-            concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"),
             "--release",
             "-p",
             "overdrive-examples",
@@ -127,7 +124,12 @@ impl Program {
             name,
         ];
         println!("$ cargo {}", build.join(" "));
-        let status = Command::new(cargo).args(build).status()?;
+        // The current folder may be another project's; that of the workspace has Cargo's configuration, which names libtorch.
+        let workspace = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
+        let status = Command::new(cargo)
+            .args(build)
+            .current_dir(workspace)
+            .status()?;
         if !status.success() {
             return Err(format!(
                 "`{name}` could not be built; run `cargo xtask setup` if libtorch is missing"

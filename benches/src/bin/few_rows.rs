@@ -1,5 +1,5 @@
 //! The speed at which a matmul of a few rows reads its weights, beside libtorch's operator: the source of the
-//! limit in `crates/overdrive-fused/src/linear/`.
+//! limit in `crates/overdrive-fused/src/linear.rs`.
 //!
 //! ```text
 //! cargo run --release -p overdrive-benches --bin few_rows

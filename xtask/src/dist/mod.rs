@@ -161,7 +161,7 @@ fn room(folder: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
     match space::free(folder) {
         Some(free) if free < bytes => Err(Failure::new(format!(
             "the disk of {} has {} free, but the folder takes up to {}",
-            folder.display(),
+            folder.parent().unwrap_or(folder).display(),
             space::megabytes(free),
             space::megabytes(bytes)
         ))

@@ -25,34 +25,25 @@ pub(super) fn processor(findings: &mut Findings, features: CpuFeatures) {
     );
     let by_default = cpu.threads();
     let mut threads = format!("{by_default} for libtorch by default");
-    // By the affinity of the process and the quota of the container, which libtorch does not see.
+    // By the affinity of the process and the quota of its container; libtorch does not see the quota.
     let usable = std::thread::available_parallelism().map_or(cpu.logical_cores, usize::from);
     if usable < cpu.logical_cores {
         threads += &format!("; this process may use {usable} CPUs");
     }
-    if usable < by_default {
+    let asked = std::env::var("OMP_NUM_THREADS").ok();
+    threads += &match &asked {
+        Some(value) => format!("; OMP_NUM_THREADS={value}"),
+        None => "; OMP_NUM_THREADS is not set".to_owned(),
+    };
+    let started = asked.and_then(|value| value.parse().ok());
+    let started: usize = started.unwrap_or(by_default);
+    if started > usable {
         findings.warn(
             format!(
-                "libtorch starts {by_default} threads, and this process may use {usable} CPUs: they would wait for one \
-                 another"
+                "libtorch starts {started} threads, and this process may use {usable} CPUs: they would wait for one another"
             ),
-            format!("export OMP_NUM_THREADS={usable}"),
+            format!("export OMP_NUM_THREADS={}", by_default.min(usable)),
         );
-    }
-    match std::env::var("OMP_NUM_THREADS") {
-        Ok(value) => {
-            threads += &format!("; OMP_NUM_THREADS={value}");
-            if value
-                .parse()
-                .is_ok_and(|count: usize| count > cpu.logical_cores)
-            {
-                findings.warn(
-                    format!("OMP_NUM_THREADS={value} is more than there are cores"),
-                    format!("export OMP_NUM_THREADS={by_default}"),
-                );
-            }
-        }
-        Err(_) => threads += "; OMP_NUM_THREADS is not set",
     }
     findings.say("threads", threads);
     findings.say("instructions", machine::features_line(features));
