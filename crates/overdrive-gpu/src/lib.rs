@@ -6,9 +6,9 @@
 //! the code for the GPU, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches
 //! can therefore be captured in a CUDA graph, and tensors can be used on several streams as usual.
 //!
-//! Programs use it through [overdrive-fused], [overdrive-attention], [overdrive-linear-attention], [overdrive-kv-cache],
-//! [overdrive-quantization] and [overdrive-optim], which call these kernels where possible and libtorch's operators
-//! elsewhere.
+//! Programs use it through [overdrive-fused], [overdrive-attention], [overdrive-linear-attention],
+//! [overdrive-kv-cache], [overdrive-quantization] and [overdrive-optim], which call these kernels where possible and
+//! libtorch's operators elsewhere.
 //!
 //! | type | from | operations |
 //! |---|---|---|
@@ -40,9 +40,9 @@
 //! 2026: all were correct, and each was faster than libtorch's operators or within 4 % of them
 //! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
 //! `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for the
-//! driver their launches. The kernels of the gated delta rule, of the short convolution and of [`Kernels::to_fp8`] are newer
-//! than the report, and are off in the same way on all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
-//! used, and why.
+//! driver their launches. The kernels of the gated delta rule, of the short convolution and of [`Kernels::to_fp8`] are
+//! newer than the report, and are off in the same way on all GPUs. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere.
+//! A `tracing` event logs which kernels are used, and why.
 //!
 //! A kernel is loaded when an operation first needs it. Nothing can be loaded in a capture: an operation that did not
 //! run before the capture is captured as libtorch's operators, with a warning.
@@ -69,6 +69,7 @@
 //! [overdrive-attention]: ../overdrive_attention/index.html
 //! [overdrive-fused]: ../overdrive_fused/index.html
 //! [overdrive-kv-cache]: ../overdrive_kv_cache/index.html
+//! [overdrive-linear-attention]: ../overdrive_linear_attention/index.html
 //! [overdrive-optim]: ../overdrive_optim/index.html
 //! [overdrive-quantization]: ../overdrive_quantization/index.html
 #![deny(missing_docs)]
