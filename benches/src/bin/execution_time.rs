@@ -4,9 +4,6 @@
 //! printed.
 //!
 //!     cargo run --release -p overdrive-benches --bin execution_time -- [rounds] [threads]
-//!
-//! With glibc, run it a second time with
-//! `MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184` to see the cost of page faults.
 
 use std::time::Instant;
 

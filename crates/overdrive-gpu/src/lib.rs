@@ -6,8 +6,9 @@
 //! the code for the GPU, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches
 //! can therefore be captured in a CUDA graph, and tensors can be used on several streams as usual.
 //!
-//! Programs use it through [overdrive-fused], [overdrive-attention], [overdrive-kv-cache], [overdrive-quantization] and
-//! [overdrive-optim], which call these kernels where possible and libtorch's operators elsewhere.
+//! Programs use it through [overdrive-fused], [overdrive-attention], [overdrive-linear-attention],
+//! [overdrive-kv-cache], [overdrive-quantization] and [overdrive-optim], which call these kernels where possible and
+//! libtorch's operators elsewhere.
 //!
 //! | type | from | operations |
 //! |---|---|---|
@@ -70,6 +71,7 @@
 //! [overdrive-attention]: ../overdrive_attention/index.html
 //! [overdrive-fused]: ../overdrive_fused/index.html
 //! [overdrive-kv-cache]: ../overdrive_kv_cache/index.html
+//! [overdrive-linear-attention]: ../overdrive_linear_attention/index.html
 //! [overdrive-optim]: ../overdrive_optim/index.html
 //! [overdrive-quantization]: ../overdrive_quantization/index.html
 #![deny(missing_docs)]

@@ -31,7 +31,7 @@
 //! # }
 //! ```
 //!
-//! On NVIDIA GPUs the steps over a pool are a launch each by the kernels of overdrive-gpu, where they are used; batches and
+//! If the kernels of overdrive-gpu are on, each step over a pool is one launch on an NVIDIA GPU; batches and
 //! training run by libtorch's operators.
 //!
 //! Reference implementations: [flash-linear-attention](https://github.com/fla-org/flash-linear-attention),

@@ -46,7 +46,8 @@
 //! # How it is tested
 //! `onnx.checker` accepts each graph. ONNX Runtime's logits equal this workspace's within 1e-4 in fp32 for each
 //! architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy continuations are
-//! identical. `tests/python/check_onnx.py` runs these checks if Python has `onnx` and `onnxruntime`.
+//! identical. `cargo test -p overdrive-onnx -- --ignored on_python` runs these checks with a Python that has `onnx` and
+//! `onnxruntime`.
 //!
 //! # Sources
 //! The format and its operators: <https://onnx.ai/onnx/>; ONNX Runtime's own:

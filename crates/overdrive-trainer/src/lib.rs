@@ -46,6 +46,7 @@
 //! |---|---|---|
 //! | `image` | no | images with texts: PNG, JPEG, WebP |
 //! | `mlflow` | no | `report_to: mlflow`, an MLflow server (HTTP and TLS) |
+//! | `nccl` | no | several processes on NVIDIA GPUs over NCCL; needs the CUDA build of libtorch |
 //! | `parquet` | no | reading of text from Parquet and Arrow files (arrow takes minutes to compile) |
 //! | `wandb` | no | `report_to: wandb`, an offline run of Weights & Biases |
 

@@ -102,9 +102,7 @@
 //!
 //! # Speed
 //! [`Execution`] selects among equivalent implementations; its defaults are the fastest ones in the benchmark
-//! `execution_time`. On Linux, a CPU step spends most of its time outside matmuls on page faults of large buffers,
-//! which glibc returns to the system after each use; set `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see
-//! `mallopt(3)`) to keep them.
+//! `execution_time`.
 //!
 //! # Sources
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,

@@ -1,7 +1,8 @@
 //! Faster training and serving with libtorch, from Rust.
 //!
-//! Overdrive is a set of small crates over [`tch`]. Each solves one problem and can be used alone;
-//! this one re-exports them, each behind a feature of its name. Features marked (off) are not on by default.
+//! Overdrive is a set of small crates over [`tch`]. Each solves one problem and can be used alone; this one re-exports
+//! them, each behind a feature of its name, except `overdrive-gpu`, `overdrive-kernels` and `overdrive-build`. Features
+//! marked (off) are not on by default.
 //!
 //! | module | feature | what it does |
 //! |---|---|---|
@@ -25,17 +26,19 @@
 //! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
 //! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
-//! | [`profiling`] | `profiling` | step breakdown, traces, MFU, memory estimate |
+//! | [`profiling`] | `profiling` | step breakdown, traces, MFU, the bottleneck of a step |
 //! | [`tracking`] | `tracking`, `mlflow`, `wandb` | metrics as JSON Lines, TensorBoard events, on MLflow, for Weights & Biases; progress, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`pickle`] | `pickle` | weights that `torch.save` wrote, read without running anything |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
-//! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
+//! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders, a memory estimate |
 //! | `packages` | `packages` (off) | packages of AOTInductor |
 //! | `remote` | `remote` (off) | training data at https://, s3:// and gs://, read by range |
 //! | `serve` | `serve` (off) | an HTTP server with OpenAI's API over the engine |
-//! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
+//! | `graphs` | `graphs`, `cuda` (off) | CUDA graphs of decoding and training steps |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions and images in prompts, Parquet and Arrow files, speech |
+//! | [`distributed`] with | `nccl` (off) | groups over NCCL: needs the CUDA build of libtorch and NCCL's headers |
+//! | – | `doc-only` (off) | the documentation is built without libtorch; nothing can be linked |
 //! | [`core`] | always | the errors, checks and random numbers that all crates share |
 //! | [`sys`] | always | operators by name, memory statistics, what tch does not bind |
 //!
@@ -62,8 +65,14 @@
 //! # }
 //! ```
 //!
-//! A binary finds libtorch when it starts if its package has a `build.rs` that calls
-//! `overdrive_build::link()`; the README has the three lines.
+//! A binary finds libtorch when it starts if its package has this `build.rs`, with `overdrive-build` among its
+//! `[build-dependencies]`:
+//!
+//! ```text
+//! fn main() {
+//!     overdrive_build::link();
+//! }
+//! ```
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
