@@ -1,7 +1,7 @@
 use anyhow::{Result, anyhow, ensure};
 use overdrive::attention::{
-    AttentionOptions, Backend, DeviceLengths, PagedLayout, Window, attention_at_lengths,
-    attention_decode, attention_paged,
+    AttentionOptions, Backend, DeviceLengths, PagedLayout, PagedSlots, Window,
+    attention_at_lengths, attention_decode, attention_paged, paged_write_pair,
 };
 use overdrive::kv_cache::{AttendOptions, KvCache, QuantizedCache, QuantizedCacheConfig};
 use overdrive::profiling::ProfilerConfig;
@@ -10,11 +10,15 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{Drawn, KINDS, Run, constant, distance, largest, name_of, tolerance};
+use crate::parity::{Drawn, KINDS, Run, constant, copied, distance, largest, name_of, tolerance};
 use crate::timing::{seconds, trace};
+
+use super::own_kernels::launched as launched_all;
 
 /// The name of the kernel in traces.
 const KERNEL: &str = "decode_attention";
+/// The kernels that the checks have to launch.
+const KERNELS: [&str; 3] = [KERNEL, "decode_combine", "paged_write"];
 
 /// The tokens of a block of the pools.
 const BLOCK: usize = 16;
@@ -49,7 +53,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             paged(context, name, dim, longest, kinds)?;
         }
     }
-    codes(context)
+    codes(context)?;
+    written(context)?;
+    launched_all(context, "decoding", &KERNELS)
 }
 
 /// Returns the length of the longest sequence: many blocks for one size of heads, a few for the others, whose
@@ -208,6 +214,25 @@ fn codes(context: &mut Context) -> Result<()> {
                 ))
             })?;
         }
+    }
+    Ok(())
+}
+
+/// Compares new keys and values in the blocks of two pools with those that the CPU writes.
+fn written(context: &mut Context) -> Result<()> {
+    for dim in [64, 128] {
+        // Side by side, as a joint projection leaves them.
+        let pool = constant(&[6, 2, BLOCK as i64, dim]);
+        let given = [constant(&[5, 4, dim]), pool.clone(), pool];
+        let name = format!("write of keys and values of {dim} to paged pools");
+        context.parity(&name, &given, |run, x| {
+            let slots = PagedSlots::new(vec![3, 95, 17, 16, 40], BLOCK, run.device)?;
+            let (keys, values) = (x[0].f_narrow(1, 0, 2)?, x[0].f_narrow(1, 2, 2)?);
+            let (mut key_pool, mut value_pool) = (copied(&x[1])?, copied(&x[2])?);
+            let pools = [&mut key_pool, &mut value_pool];
+            paged_write_pair([&keys, &values], pools, &slots)?;
+            Ok(vec![key_pool, value_pool])
+        })?;
     }
     Ok(())
 }

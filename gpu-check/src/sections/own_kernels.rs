@@ -56,7 +56,7 @@ fn none_on(device: Device) -> Finding {
 }
 
 /// Checks that the checks of a group, which also pass without the kernels, have launched each of them.
-fn launched(context: &mut Context, group: &str, kernels: &[&str]) -> Result<()> {
+pub(super) fn launched(context: &mut Context, group: &str, kernels: &[&str]) -> Result<()> {
     let (device, is_resumed) = (context.device(), context.is_resumed());
     context.check(format!("the checks of {group} launch the kernels"), || {
         let Some(opened) = overdrive_gpu::kernels(device)? else {

@@ -111,22 +111,30 @@ fn product(
 
 /// Compares layers of the same input whose weights lie next to one another with the same layers apart.
 fn side_by_side(dense: &Tensor, scheme: Scheme, rows: i64, device: Device) -> Result<Finding> {
+    // No part ends where a block of the kernel does.
     let half = dense.size()[0] / 16 * 8;
-    // Scales in 8 bits are next to one another only in weights of more outputs.
-    let middle = match scheme.to_string().as_str() {
-        "nf4" | "fp4" if half > 64 => 64,
-        _ => 8,
+    let (dense, sizes) = match scheme.to_string().as_str() {
+        // Scales of 8 bits are next to one another only in weights of 1,024 blocks or a multiple.
+        "nf4" | "fp4" => {
+            let wide = Tensor::f_randn([128, 4096], (Kind::Float, Device::Cpu))? * 0.1;
+            (wide, [16, 48, 64])
+        }
+        _ => (dense.shallow_clone(), [half, 8, dense.size()[0] - half - 8]),
     };
-    let parts = dense.f_to_device(device)?;
-    let sizes = [half, middle, dense.size()[0] - half - middle];
-    let parts = parts.f_split_with_sizes(sizes.as_slice(), 0)?;
-    let apart = parts
-        .iter()
-        .map(|part| QuantizedWeight::quantize(part, scheme));
-    let apart: Vec<QuantizedWeight> = apart.collect::<Result<_, _>>()?;
+    let quantized = |device: Device| -> Result<Vec<QuantizedWeight>> {
+        let parts = dense.f_to_device(device)?;
+        let parts = parts.f_split_with_sizes(sizes.as_slice(), 0)?;
+        let parts = parts.iter();
+        let parts = parts.map(|part| QuantizedWeight::quantize(part, scheme));
+        Ok(parts.collect::<Result<_, _>>()?)
+    };
+    let here = quantized(Device::Cpu)?;
+    let can_be_joint = adjacent(&here.iter().collect::<Vec<_>>())?.is_some();
+    let apart = quantized(device)?;
     let apart: Vec<&QuantizedWeight> = apart.iter().collect();
     let Some(views) = adjacent(&apart)? else {
-        return Ok(Finding::judged(true, "").with("stay apart", 1.0));
+        let finding = Finding::judged(!can_be_joint, "adjacent on a CPU, and apart here");
+        return Ok(finding.with("stay apart", 1.0));
     };
     let views: Vec<&QuantizedWeight> = views.iter().collect();
     let x = input(rows, dense.size()[1], Kind::BFloat16, device)?;
