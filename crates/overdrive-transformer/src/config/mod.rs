@@ -206,9 +206,14 @@ impl ModelConfig {
     /// It is below [`max_position_embeddings`](Self::max_position_embeddings) for dynamic and LongRoPE scaling: beyond
     /// the original context, all sequences get the frequencies of the longest one.
     pub fn ragged_context(&self) -> i64 {
+        self.ragged_limit().0
+    }
+
+    /// Returns [`ragged_context`](Self::ragged_context) and the key that sets it.
+    pub(crate) fn ragged_limit(&self) -> (i64, &'static str) {
         match self {
             ModelConfig::Llama(config) => config.ragged_context(),
-            ModelConfig::Gpt2(config) => config.n_positions,
+            ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
         }
     }
 
