@@ -222,6 +222,8 @@ mod tests {
             "data/*.jsonl",
             "data/train.jsonl",
             "data/text.txt.gz",
+            "data/config.json",
+            "data/LICENSE.txt",
         ] {
             assert_eq!(DatasetName::parse(text), None, "{text}");
         }
