@@ -63,7 +63,7 @@ pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec
 /// ```
 ///
 /// # Errors
-/// As [`dataset_paths`], but for a name that the hub cannot have.
+/// As [`dataset_paths`], except that a name that the hub cannot have is kept instead of refused.
 pub fn data_paths(data: &[PathBuf], options: &HubOptions) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::with_capacity(data.len());
     for path in data {
@@ -222,6 +222,8 @@ mod tests {
             "data/*.jsonl",
             "data/train.jsonl",
             "data/text.txt.gz",
+            "data/config.json",
+            "data/LICENSE.txt",
         ] {
             assert_eq!(DatasetName::parse(text), None, "{text}");
         }

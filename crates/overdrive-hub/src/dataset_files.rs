@@ -113,7 +113,8 @@ pub(crate) fn choose(
         (true, Some(config)) => (
             format!("configuration `{config}`"),
             listed(
-                data.iter()
+                matching(&data, &["**".to_owned()])
+                    .iter()
                     .filter_map(|name| name.split_once('/'))
                     .map(|(folder, _)| folder),
             ),
@@ -199,7 +200,7 @@ fn config_of<'c>(configs: &'c [Config], choice: &Choice<'_>) -> Result<Option<&'
     })
 }
 
-/// Returns `true` for the name of a file with records.
+/// Returns `true` for the name of a file in a format of records.
 pub(crate) fn is_data(name: &str) -> bool {
     let lower = name.to_ascii_lowercase();
     let mut parts = lower.rsplit('.');
@@ -207,16 +208,33 @@ pub(crate) fn is_data(name: &str) -> bool {
     if COMPRESSIONS.contains(&ending) {
         ending = parts.next().unwrap_or_default();
     }
-    let file = lower.rsplit('/').next().unwrap_or_default();
-    let describes = ["config.json", "dataset_dict.json"].contains(&file)
+    FORMATS.contains(&ending) && is_relative_file(name)
+}
+
+/// Returns `true` for the name, without its folder, of a file that describes a dataset or a model.
+fn is_description(file: &str) -> bool {
+    let file = file.to_ascii_lowercase();
+    ["config.json", "dataset_dict.json"].contains(&file.as_str())
         || ["dataset_info", "license", "readme"]
             .iter()
-            .any(|start| file.starts_with(start));
-    let is_hidden = |part: &str| part.starts_with('.') || part.starts_with("__");
-    FORMATS.contains(&ending)
-        && !describes
-        && is_relative_file(name)
-        && !name.split('/').any(is_hidden)
+            .any(|start| file.starts_with(start))
+}
+
+/// Returns `false` for a file that Python's `datasets` ignores although its name matches `pattern`, because the pattern
+/// does not name the part for which it is ignored: a file that describes the dataset, a part that begins with `.`, or a
+/// folder that begins with `__`.
+fn is_requested(name: &str, pattern: &str) -> bool {
+    let split = |path| str::rsplit_once(path, '/').unwrap_or(("", path));
+    let ((folder, file), (pattern_folder, pattern_file)) = (split(name), split(pattern));
+    let starting = |path: &str, start: &str| {
+        let parts = path.split('/').filter(|part| part.starts_with(start));
+        // `.` and `..` are no names.
+        parts.filter(|part| !matches!(*part, "." | "..")).count()
+    };
+    // As in Python, the parts are counted: the others match.
+    starting(name, ".") == starting(pattern, ".")
+        && starting(folder, "__") == starting(pattern_folder, "__")
+        && (file == pattern_file || !is_description(file))
 }
 
 /// Returns the files of each split that a configuration names by patterns.
@@ -242,8 +260,10 @@ fn by_pattern<'n>(names: &[&'n str], files: &DataFiles) -> Vec<(String, Vec<&'n 
 /// finds a file counts: names of shards in `data`; words in the names of folders; words in the names of files; all files
 /// are `train`.
 fn by_name<'n>(names: &[&'n str]) -> Vec<(String, Vec<&'n str>)> {
+    // No pattern below names a part for which a file is ignored.
+    let names = matching(names, &["**".to_owned()]);
     let mut splits: Vec<(String, Vec<&str>)> = Vec::new();
-    for name in names {
+    for name in &names {
         let Some(split) = split_of_shard(name) else {
             continue;
         };
@@ -255,7 +275,7 @@ fn by_name<'n>(names: &[&'n str]) -> Vec<(String, Vec<&'n str>)> {
     let of_words = |patterns: &dyn Fn(&str) -> Vec<String>| -> Vec<(String, Vec<&'n str>)> {
         let files = |words: &[&str]| {
             let patterns: Vec<String> = words.iter().flat_map(|word| patterns(word)).collect();
-            matching(names, &patterns)
+            matching(&names, &patterns)
         };
         let splits = SPLITS.map(|(split, words)| (split.to_owned(), files(words)));
         splits
@@ -284,7 +304,7 @@ fn by_name<'n>(names: &[&'n str]) -> Vec<(String, Vec<&'n str>)> {
         });
     }
     if splits.is_empty() {
-        splits.push(("train".to_owned(), names.to_vec()));
+        splits.push(("train".to_owned(), names));
     }
     splits
 }
@@ -306,8 +326,9 @@ fn split_of_shard(name: &str) -> Option<&str> {
     })
 }
 
-/// Returns the files that match one of the patterns, as in Python: in the order of the patterns, and then of the names.
-/// `*` matches within a folder and `**` over any number of folders. Each file is there once.
+/// Returns the files that match one of the patterns and are [requested](is_requested) by it, as in Python: in the order
+/// of the patterns, and then of the names. `*` matches within a folder and `**` over any number of folders. Each file
+/// is there once.
 fn matching<'n>(names: &[&'n str], patterns: &[String]) -> Vec<&'n str> {
     let options = glob::MatchOptions {
         require_literal_separator: true,
@@ -317,11 +338,11 @@ fn matching<'n>(names: &[&'n str], patterns: &[String]) -> Vec<&'n str> {
     let mut known = HashSet::new();
     for pattern in patterns {
         match glob::Pattern::new(pattern.trim_start_matches("./")) {
-            Ok(pattern) => found.extend(
-                names
-                    .iter()
-                    .filter(|name| pattern.matches_with(name, options) && known.insert(**name)),
-            ),
+            Ok(glob) => found.extend(names.iter().filter(|name| {
+                glob.matches_with(name, options)
+                    && is_requested(name, pattern)
+                    && known.insert(**name)
+            })),
             Err(error) => tracing::warn!(
                 "the pattern `{pattern}` in the metadata of the dataset names no file: {error}"
             ),
@@ -549,6 +570,72 @@ mod tests {
                 patterns.iter().map(|&pattern| pattern.to_owned()).collect();
             assert_eq!(matching(&names, &patterns), expected, "{patterns:?}");
         }
+    }
+
+    /// The expected values are those of `datasets` 5.2.0 in Python.
+    #[test]
+    fn files_that_are_ignored_by_default_are_read_if_they_are_named() {
+        let names = [
+            ".hidden/a.jsonl",
+            ".x.jsonl",
+            "__s__/__t__/a.jsonl",
+            "__s__/a.jsonl",
+            "__train.jsonl",
+            "a.jsonl",
+            "config.json",
+            "sub/config.json",
+        ];
+        for (pattern, expected) in [
+            ("**", &["__train.jsonl", "a.jsonl"][..]),
+            ("*", &["__train.jsonl", "a.jsonl"]),
+            ("./*.jsonl", &["__train.jsonl", "a.jsonl"]),
+            ("*.json", &[]),
+            ("config.json", &["config.json"]),
+            ("sub/*", &[]),
+            ("**/config.json", &["config.json", "sub/config.json"]),
+            ("*/a.jsonl", &[]),
+            ("__s__/*", &["__s__/a.jsonl"]),
+            ("__s__/**", &["__s__/a.jsonl"]),
+            ("__*/a.jsonl", &["__s__/a.jsonl"]),
+            ("__s__/__*/*", &["__s__/__t__/a.jsonl"]),
+            (".*", &[".x.jsonl"]),
+            (".hidden/*", &[".hidden/a.jsonl"]),
+            (".*/*", &[".hidden/a.jsonl"]),
+        ] {
+            assert_eq!(
+                matching(&names, &[pattern.to_owned()]),
+                expected,
+                "{pattern}"
+            );
+        }
+        let of = |names: &[&str], config: &str| {
+            let readme = format!("---\nconfigs:\n- config_name: default\n  {config}\n---\n");
+            chosen(names, Some(&readme), None, None)
+        };
+        for (config, file) in [
+            (
+                "data_files: __splits__/train.jsonl",
+                "__splits__/train.jsonl",
+            ),
+            ("data_files: config.json", "config.json"),
+            ("data_dir: __v2__", "__v2__/x.jsonl"),
+            ("data_dir: .v3", ".v3/x.jsonl"),
+        ] {
+            assert_eq!(
+                of(&[file, "other.csv"], config).unwrap(),
+                [file],
+                "{config}"
+            );
+        }
+        // In the folder of a configuration, the same files are ignored as elsewhere.
+        let names = [
+            "__v2__/.x.jsonl",
+            "__v2__/__s__/a.jsonl",
+            "__v2__/config.json",
+        ];
+        assert!(of(&names, "data_dir: __v2__").is_err());
+        let names = ["__train.jsonl", "test.jsonl"];
+        assert_eq!(chosen(&names, None, None, None).unwrap(), names[..1]);
     }
 
     #[test]

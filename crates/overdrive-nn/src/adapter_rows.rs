@@ -120,7 +120,8 @@ impl AdapterRows {
     /// Returns the adapters of these rows in this order, for a layer that computes only some rows, such as an expert.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`](overdrive_core::Error::InvalidOption) for a row that there is not, or an error of libtorch.
+    /// [`Error::InvalidOption`](overdrive_core::Error::InvalidOption) for a row that does not exist, or an error of
+    /// libtorch.
     pub fn select(&self, rows: &[i64]) -> Result<AdapterRows> {
         let runs = match &self.0 {
             Rows::Runs(runs) => runs,

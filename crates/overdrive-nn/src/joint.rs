@@ -38,8 +38,8 @@ pub fn joint_forward(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
 }
 
 /// Computes what [`joint_forward`] does, but without active adapters: from the weights and biases that are
-/// [in use](Linear::in_use), in bf16 in place of FP8 if any layer is [`without_fp8`](Linear::without_fp8). An implementation of [`Adapter::forward_joint`](crate::Adapter::forward_joint)
-/// adds its output to the result.
+/// [in use](Linear::in_use), in bf16 instead of FP8 if any layer is [`without_fp8`](Linear::without_fp8). An
+/// implementation of [`Adapter::forward_joint`](crate::Adapter::forward_joint) adds its output to the result.
 ///
 /// # Errors
 /// As [`Linear::forward`].

@@ -61,7 +61,7 @@ pub(crate) fn write(
             put_model(out, path, &model, &graph, initializers, None)
         })?;
         files::commit(file, path)?;
-        // That of an earlier export, which nothing refers to any more.
+        // Removes the weights of an earlier export, to which no graph refers any more.
         remove_if_there(&data_path)?;
         return Ok(Written { bytes, data: None });
     }

@@ -180,6 +180,6 @@ fn weight_paths(path: &Path) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.to_owned()]);
     }
     let found = weight_files(path, SINGLE, "model.safetensors.index.json")?;
-    // Opening it reports what the folder should have.
+    // Without either file, opening `model.safetensors` returns the error that names it.
     Ok(found.map_or_else(|| vec![path.join(SINGLE)], |found| found.paths))
 }

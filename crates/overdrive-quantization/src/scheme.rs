@@ -218,7 +218,7 @@ const LLM_INT8_T: &str = "llm-int8-t";
 
 /// Parses the names that [`Scheme`]'s `Display` writes: `int4` and `int8` with `-g` and the group size, and
 /// `-asym` for groups with offsets; `nf4` and `fp4` with `-b` and the block size, and `-single` for no double
-/// quantization; `llm-int8` with `-t` and the threshold. Only files have `fp8-blocks`, which is refused.
+/// quantization; `llm-int8` with `-t` and the threshold. `fp8-blocks` is refused: it is only read from files.
 impl FromStr for Scheme {
     type Err = Error;
 

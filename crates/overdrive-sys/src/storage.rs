@@ -63,8 +63,9 @@ pub fn bump_versions<'t>(tensors: impl IntoIterator<Item = &'t Tensor>) -> Resul
     check(status, "counting a change of tensors")
 }
 
-/// Returns `true` if the memory of two tensors on the CPU may overlap: if their address ranges, from the first to the
-/// last element, intersect. Tensors on other devices, of other layouts or without elements have no such range.
+/// Returns `true` if the memory of two tensors on the CPU or on CUDA devices may overlap: if their address ranges, from
+/// the first to the last element, intersect. All these devices share one range of addresses. Tensors on other devices,
+/// of other layouts or without elements have no such range.
 pub fn memory_overlaps(a: &Tensor, b: &Tensor) -> bool {
     match (addresses(a), addresses(b)) {
         (Some(a), Some(b)) => a.start < b.end && b.start < a.end,
@@ -75,7 +76,7 @@ pub fn memory_overlaps(a: &Tensor, b: &Tensor) -> bool {
 /// Returns the addresses from the first to the last element.
 fn addresses(tensor: &Tensor) -> Option<Range<usize>> {
     let addressed = tensor.defined()
-        && tensor.device() == Device::Cpu
+        && matches!(tensor.device(), Device::Cpu | Device::Cuda(_))
         && !tensor.is_sparse()
         && !tensor.is_mkldnn();
     if !addressed || tensor.numel() == 0 {

@@ -3,7 +3,7 @@
 //! On tensors, each operator checks its arguments, is dispatched and allocates a new tensor, which takes a few percent
 //! of a decoding step of a small model. Here the operators of a block run on buffers that are reused from step to step.
 //! The kernels are those of the tensor operators, so the results are the same, but for the softmax of the routers of
-//! experts and the gate of gpt-oss: there libtorch's exponential rounds otherwise than the one here.
+//! experts and the gate of gpt-oss: there libtorch's exponential rounds differently.
 
 use overdrive_fused::rows;
 use overdrive_sys::{autocast, engine};

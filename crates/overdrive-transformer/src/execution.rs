@@ -1,8 +1,6 @@
 use std::fmt;
-use std::str::FromStr;
 
 use overdrive_checkpointing::{CheckpointOptions, Schedule};
-use overdrive_core::Error;
 use serde::{Deserialize, Serialize};
 
 /// The implementations that compute a model. The results differ only by rounding.
@@ -84,25 +82,5 @@ impl AttentionImplementation {
 impl fmt::Display for AttentionImplementation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-impl FromStr for AttentionImplementation {
-    type Err = Error;
-
-    /// Reads the names of transformers; `flash`, `flash_attention` and `flash_attention_3` are accepted, too.
-    fn from_str(name: &str) -> Result<Self, Error> {
-        match name {
-            "eager" => Ok(Self::Eager),
-            "sdpa" => Ok(Self::Sdpa),
-            "flash" | "flash_attention" | "flash_attention_2" | "flash_attention_3" => {
-                Ok(Self::Flash)
-            }
-            other => Err(Error::option(
-                "attn_implementation",
-                format!("{other:?}"),
-                "eager, sdpa or flash_attention_2",
-            )),
-        }
     }
 }

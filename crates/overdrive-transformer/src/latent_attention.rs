@@ -159,9 +159,12 @@ impl LatentAttention {
                     // The adapter's product is computed for each token that the cache holds.
                     let appended = cache.append(step.layer, &row, &row);
                     let mut view = appended.map_err(|error| match error {
-                        CacheError::NotDense { cache } => Error::unsupported("target_modules", "`kv_b_proj`", format!(
+                        CacheError::NotDense { cache } => {
+                            let supported = format!(
                                 "all other layers over {cache}; merge the adapter into the weights to use it there"
-                            )),
+                            );
+                            Error::unsupported("target_modules", "`kv_b_proj`", supported)
+                        }
                         other => other.into(),
                     })?;
                     let [rank, rope] = [self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim];

@@ -60,7 +60,8 @@ impl Mask {
         Ok(Mask::Marked(allowed.f_logical_and(&padded)?))
     }
 
-    /// All keys, those after the query too: an encoder's states seen by a decoder.
+    /// The mask that allows every key: an encoder's attention without padding, and a decoder's attention over the
+    /// encoder's states.
     pub(crate) const ALL: Mask = Mask::BothWays {
         sequences: None,
         window: None,

@@ -14,7 +14,7 @@ use crate::{Error, ParameterSpec, QuantizeOptions, Result};
 pub(crate) type Pack<'p> =
     &'p mut dyn FnMut(&str, &Tensor, Scheme) -> overdrive_quantization::Result<QuantizedWeight>;
 
-/// The parts of a model. The provided methods are what its public ones of the same meaning do.
+/// The parts of a model. The public methods of the three model types call these provided methods.
 pub(crate) trait ModelParts: AdapterHost {
     /// Returns every parameter of the configuration, in its order.
     fn specs(&self) -> Vec<ParameterSpec>;
@@ -154,15 +154,38 @@ pub(crate) trait ModelParts: AdapterHost {
         visited.map_err(unwrapped)
     }
 
-    /// Makes every quantized weight dense again.
+    /// Makes every quantized weight dense again. After an error, those that are dense by then are parameters, and
+    /// another call makes the others dense.
     fn dequantize_layers(&mut self) -> Result<()> {
+        let mut dense = Vec::new();
+        let done = self.dequantize_into(&mut dense);
+        if let Some(head) = self.tied_head() {
+            let head = format!("{head}.weight");
+            if dense.iter().any(|(name, _)| *name == head) {
+                // The head is dense now and no longer the embedding, if it ever was.
+                self.untie();
+            }
+        }
+        // One map for all of them: a model with experts has tens of thousands.
+        let specs = self.specs();
+        let names = specs.iter().map(|spec| spec.name.as_str());
+        let order: HashMap<&str, usize> = names.zip(0..).collect();
+        let parameters = self.dense_mut();
+        parameters.extend(dense);
+        // `named_parameters` has transformers' order, so appending alone would not do.
+        parameters.sort_by_key(|(name, _)| order.get(name.as_str()).copied());
+        done
+    }
+
+    /// Makes every quantized weight dense, and adds the parameters that are dense by then to `dense`, also if it fails.
+    fn dequantize_into(&mut self, dense: &mut Vec<(String, Tensor)>) -> Result<()> {
         let (specs, kind) = (self.specs(), self.table().kind());
         let own = |spec: &ParameterSpec| (spec.name.clone(), (spec.role, self.kind_of(spec)));
         let own: HashMap<String, (ParameterRole, Kind)> = specs.iter().map(own).collect();
         // A handle, as the visit below borrows the model.
         let table = self.table().quantized_table();
         let table = table.map(QuantizedWeight::shallow_clone);
-        let (mut dense, mut shared) = (Vec::new(), None);
+        let mut shared = None;
         self.visit_linears(&mut |name, linear| {
             let LinearWeight::Quantized(weight) = linear.weight() else {
                 return Ok(());
@@ -183,11 +206,12 @@ pub(crate) trait ModelParts: AdapterHost {
                 true => weight.f_tr()?.f_contiguous()?,
                 false => weight,
             };
-            match is_table {
-                true => shared = Some(weight.shallow_clone()),
-                false => dense.push((name, weight.shallow_clone())),
-            }
+            let handle = weight.shallow_clone();
             let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed })?;
+            match is_table {
+                true => shared = Some(handle),
+                false => dense.push((name, handle)),
+            }
             Ok(())
         })?;
         if let (Some(spec), Some(packed)) = (specs.iter().find(|spec| is_embedding(spec)), table) {
@@ -205,21 +229,6 @@ pub(crate) trait ModelParts: AdapterHost {
             *table = Embedding::dense(weight.shallow_clone())?;
             dense.push((format!("{name}.weight"), weight));
         }
-        if let Some(head) = self.tied_head() {
-            let head = format!("{head}.weight");
-            if dense.iter().any(|(name, _)| *name == head) {
-                // The head is dense now and no longer the embedding, if it ever was.
-                self.untie();
-            }
-        }
-        // One map for all of them: a model with experts has tens of thousands.
-        let specs = self.specs();
-        let names = specs.iter().map(|spec| spec.name.as_str());
-        let order: HashMap<&str, usize> = names.zip(0..).collect();
-        let parameters = self.dense_mut();
-        parameters.extend(dense);
-        // `named_parameters` has transformers' order, so appending alone would not do.
-        parameters.sort_by_key(|(name, _)| order.get(name.as_str()).copied());
         Ok(())
     }
 }

@@ -78,18 +78,23 @@ pub(super) fn documentation_tests() -> Cargo {
     test(&arguments.map(OsString::from))
 }
 
-/// Runs the tests that need a GPU, which the summaries of other machines count as ignored, not as passed.
-fn tests_on_a_gpu() -> Cargo {
-    test(&["--", "--ignored", "on_a_gpu"].map(OsString::from))
+/// Runs the tests that need something that few machines have: those with `part` in their names. Elsewhere, summaries
+/// count them as ignored, not as passed.
+fn ignored_tests(part: &str) -> Cargo {
+    test(&["--", "--ignored", part].map(OsString::from))
 }
 
-/// Runs all tests, and the `beside` commands meanwhile; on a machine with a usable GPU, also those that need it.
+/// Runs all tests, and the `beside` commands meanwhile; on a machine with a usable GPU, also those that need it, and if
+/// `OVERDRIVE_PYTHON` names an interpreter, also those that need Python.
 pub(crate) fn run_all_tests(gpu: bool, beside: Vec<Cargo>) -> Result<()> {
     test_all(beside)?;
-    match gpu {
-        true => tests_on_a_gpu().run(),
-        false => Ok(()),
+    if gpu {
+        ignored_tests("on_a_gpu").run()?;
     }
+    if std::env::var_os("OVERDRIVE_PYTHON").is_some() {
+        ignored_tests("on_python").run()?;
+    }
+    Ok(())
 }
 
 /// Runs the tests that the user's arguments select; without arguments, all of them.
@@ -200,55 +205,83 @@ mod tests {
     use crate::cargo::{words, workspace};
 
     #[test]
-    fn tests_that_need_a_gpu_are_those_that_the_same_programs_ignore() {
+    fn tests_that_need_a_gpu_or_python_are_those_that_the_same_programs_ignore() {
         let all = test(&[]).line();
-        assert_eq!(
-            tests_on_a_gpu().line(),
-            format!("{all} -- --ignored on_a_gpu")
-        );
+        for part in ["on_a_gpu", "on_python"] {
+            assert_eq!(
+                ignored_tests(part).line(),
+                format!("{all} -- --ignored {part}")
+            );
+        }
         // The same build, so that nothing is compiled again.
         for other in [test_programs(), documentation_tests()] {
             assert!(other.line().starts_with(&all), "{}", other.line());
         }
     }
 
-    /// Returns the names of the tests in `folder` that are ignored for a reason that begins with `reason`, with their
-    /// files.
-    fn ignored_tests(folder: &Path, reason: &str, found: &mut Vec<(PathBuf, String)>) {
+    /// Adds the files of Rust in `folder` with their texts to `found`.
+    fn sources(folder: &Path, found: &mut Vec<(PathBuf, String)>) {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             let is_output = path.file_name().is_some_and(|name| name == "target");
             if path.is_dir() && !is_output {
-                ignored_tests(&path, reason, found);
-            }
-            if path.extension().is_none_or(|extension| extension != "rs") {
-                continue;
-            }
-            let text = fs::read_to_string(&path).unwrap();
-            let mut lines = text.lines().map(str::trim);
-            let ignored = format!(r#"#[ignore = "{reason}"#);
-            while lines.any(|line| line.starts_with(&ignored)) {
-                let name = lines.find_map(|line| line.strip_prefix("fn ")).unwrap();
-                found.push((path.clone(), name.to_owned()));
+                sources(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                found.push((path, text));
             }
         }
+    }
+
+    fn all_sources() -> Vec<(PathBuf, String)> {
+        let mut found = Vec::new();
+        for folder in ["benches", "crates", "examples", "gpu-check", "xtask"] {
+            sources(&workspace().join(folder), &mut found);
+        }
+        found
+    }
+
+    /// Returns the names of the tests in `text` that are ignored for a reason that begins with `reason`.
+    fn ignored_for<'t>(text: &'t str, reason: &str) -> Vec<&'t str> {
+        let mut lines = text.lines().map(str::trim);
+        let ignored = format!(r#"#[ignore = "{reason}"#);
+        let mut found = Vec::new();
+        while lines.any(|line| line.starts_with(&ignored)) {
+            found.push(lines.find_map(|line| line.strip_prefix("fn ")).unwrap());
+        }
+        found
     }
 
     /// Commands select them by this part of their names.
     #[test]
     fn every_test_that_needs_a_gpu_or_python_says_so_in_its_name() {
+        let sources = all_sources();
         for (reason, part) in [
             ("needs a CUDA GPU", "on_a_gpu"),
             ("needs Python", "on_python"),
         ] {
-            let mut found = Vec::new();
-            for folder in ["benches", "crates", "examples", "gpu-check", "xtask"] {
-                ignored_tests(&workspace().join(folder), reason, &mut found);
-            }
+            let all = sources.iter().flat_map(|(path, text)| {
+                let names = ignored_for(text, reason).into_iter();
+                names.map(move |name| (path, name))
+            });
+            let mut found: Vec<_> = all.collect();
             assert!(found.len() > 20, "{found:?}");
             found.retain(|(_, name)| !name.contains(part));
             assert!(found.is_empty(), "they never run: {found:#?}");
         }
+    }
+
+    /// A test that looks for the interpreter itself can pass without one.
+    #[test]
+    fn tests_take_their_interpreter_from_on_python() {
+        let of_tests = |path: &Path| path.iter().any(|part| part == "tests");
+        let names_it = |text: &str| text.contains("OVERDRIVE_PYTHON");
+        let sources = all_sources();
+        let own = sources
+            .iter()
+            .filter(|(path, text)| of_tests(path) && names_it(text));
+        let own: Vec<&PathBuf> = own.map(|(path, _)| path).collect();
+        assert!(own.is_empty(), "{own:#?}");
     }
 
     #[test]

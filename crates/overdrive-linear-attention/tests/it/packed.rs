@@ -4,7 +4,7 @@ use overdrive_linear_attention::{
     Backend, CausalConv1dOptions, DeltaRuleOptions, causal_conv1d, causal_conv1d_update,
     causal_conv1d_varlen, gated_delta_rule, gated_delta_rule_update, gated_delta_rule_varlen,
 };
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::common::{Owned, Shape, difference, random};
 
@@ -128,13 +128,12 @@ fn the_convolution_of_packed_sequences_does_not_cross_their_bounds() {
     }
 }
 
-#[test]
-fn inputs_may_be_views_of_the_pool_that_is_updated() {
+fn assert_inputs_may_be_views_of_the_pool(device: Device) {
     let slots = [1i64, 0];
     let offsets = [0, 4, 6];
     for backend in BACKENDS {
-        let all = Owned::random(2, &[6], SHAPE, Kind::Float);
-        let start = random(3, &[2, 4, 8, 6], Kind::Float);
+        let all = Owned::random(2, &[6], SHAPE, Kind::Float).map(|x| x.to_device(device));
+        let start = random(3, &[2, 4, 8, 6], Kind::Float).to_device(device);
         let run = |shares: bool| {
             let mut states = start.copy();
             let pool = if shares {
@@ -159,7 +158,7 @@ fn inputs_may_be_views_of_the_pool_that_is_updated() {
             backend,
             ..CausalConv1dOptions::default()
         };
-        let start = random(4, &[2, 18, 3], Kind::Float);
+        let start = random(4, &[2, 18, 3], Kind::Float).to_device(device);
         let run = |shares: bool| {
             let mut states = start.copy();
             let pool = if shares {
@@ -184,4 +183,15 @@ fn inputs_may_be_views_of_the_pool_that_is_updated() {
         };
         assert_eq!(run(true), run(false), "{backend:?}");
     }
+}
+
+#[test]
+fn inputs_may_be_views_of_the_pool_that_is_updated() {
+    assert_inputs_may_be_views_of_the_pool(Device::Cpu);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn inputs_may_be_views_of_the_pool_that_is_updated_on_a_gpu() {
+    assert_inputs_may_be_views_of_the_pool(Device::Cuda(0));
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use overdrive_nn::AdapterRows;
 
 #[test]
-fn a_row_that_there_is_not_is_refused_by_its_number() {
+fn a_row_that_does_not_exist_is_refused_by_its_number() {
     let name: Arc<str> = "a".into();
     let rows = AdapterRows::new([(2, Some(Arc::clone(&name))), (1, None)]);
     let selected = rows.select(&[2, 0]).unwrap();

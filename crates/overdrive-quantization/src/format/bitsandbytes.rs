@@ -6,7 +6,7 @@
 //! magnitude of each row) and `weight_format`.
 
 use overdrive_core::check_option;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
@@ -34,7 +34,9 @@ pub struct BitsAndBytesConfig {
     pub bnb_4bit_compute_dtype: Option<String>,
     /// The dtype of the tensor that holds the codes; default `uint8`.
     pub bnb_4bit_quant_storage: Option<String>,
-    /// The magnitude beyond which activations are multiplied in full precision; default 6.
+    /// The magnitude beyond which activations are multiplied in full precision; default 6. 0 and infinity: none are;
+    /// JSON has no infinity, so that 0 is written.
+    #[serde(serialize_with = "finite_or_zero")]
     pub llm_int8_threshold: f64,
     /// The modules that are not quantized; `None`: the output head, and what is tied to the embedding.
     pub llm_int8_skip_modules: Option<Vec<String>>,
@@ -63,6 +65,17 @@ impl Default for BitsAndBytesConfig {
             other: Map::new(),
         }
     }
+}
+
+fn finite_or_zero<S: Serializer>(
+    threshold: &f64,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
+    serializer.serialize_f64(if threshold.is_finite() {
+        *threshold
+    } else {
+        0.0
+    })
 }
 
 /// The JSON of bitsandbytes' `QuantState.as_dict(packed=True)`.
@@ -105,12 +118,7 @@ impl BitsAndBytesConfig {
         match scheme {
             Scheme::LlmInt8 { threshold } => {
                 config.load_in_8bit = true;
-                // JSON has no infinity.
-                config.llm_int8_threshold = if threshold.is_finite() {
-                    threshold
-                } else {
-                    0.0
-                };
+                config.llm_int8_threshold = threshold;
             }
             other => {
                 let (book, options) = other.blocks().ok()?;

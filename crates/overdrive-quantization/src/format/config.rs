@@ -146,7 +146,7 @@ impl QuantizationConfig {
     /// Returns the JSON object.
     ///
     /// # Errors
-    /// [`Error::Common`] for values that JSON does not have, such as an infinite number.
+    /// [`Error::Common`] if serialization fails, which no value of these layouts causes.
     pub fn to_json(&self) -> Result<Value> {
         serde_json::to_value(self).map_err(|error| not_an_object(&error))
     }

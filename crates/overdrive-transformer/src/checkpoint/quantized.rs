@@ -186,6 +186,11 @@ pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
             tensors.push((spec.name.clone(), tensor));
         } else if let (Some(layout), Some(weight)) = (&layout, quantized.remove(spec.module())) {
             tensors.extend(layout.write_weight(&weight, spec.module())?);
+        } else if !contents.config.may_be_missing(spec) {
+            return Err(Error::Common(overdrive_core::Error::internal(format!(
+                "the model has no weight `{}`",
+                spec.name
+            ))));
         }
     }
     // The rest is a head that is tied by the configuration but has a weight of its own.

@@ -269,7 +269,8 @@ impl LlamaFamily {
         matches!(self, LlamaFamily::Phi | LlamaFamily::Phi3)
     }
 
-    /// Returns the families whose `model_type` is that of a folder. Qwen3-VL's is that of its text alone, which has none.
+    /// Returns the families whose `model_type` is that of a folder. Excludes Qwen3-VL, whose `model_type` here is that
+    /// of `text_config`; no folder has that type.
     pub(super) fn of_folders() -> impl Iterator<Item = LlamaFamily> {
         let all = LlamaFamily::ALL.into_iter();
         all.filter(|family| !family.is_qwen3_vl())

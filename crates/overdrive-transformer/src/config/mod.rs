@@ -74,14 +74,19 @@ pub enum ModelConfig {
     Gpt2(Gpt2Config),
 }
 
-/// The types of multimodal models whose text alone is read, and the families of that; the first is the default.
-const MULTIMODAL: [(&str, &[LlamaFamily]); 6] = [
-    ("gemma3", &[LlamaFamily::Gemma3]),
-    ("gemma3n", &[LlamaFamily::Gemma3n]),
-    ("gemma4", &[LlamaFamily::Gemma4]),
-    ("mistral3", &[LlamaFamily::Mistral, LlamaFamily::Ministral3]),
-    ("qwen3_5", &[LlamaFamily::Qwen35]),
-    ("qwen3_5_moe", &[LlamaFamily::Qwen35Moe]),
+/// The types of multimodal models whose text alone is read; the families of that, of which the first is the default;
+/// and `true` if transformers loads the folder as a whole for causal language modeling, `false` if it loads the text.
+const MULTIMODAL: [(&str, &[LlamaFamily], bool); 6] = [
+    ("gemma3", &[LlamaFamily::Gemma3], true),
+    ("gemma3n", &[LlamaFamily::Gemma3n], true),
+    ("gemma4", &[LlamaFamily::Gemma4], true),
+    (
+        "mistral3",
+        &[LlamaFamily::Mistral, LlamaFamily::Ministral3],
+        true,
+    ),
+    ("qwen3_5", &[LlamaFamily::Qwen35], false),
+    ("qwen3_5_moe", &[LlamaFamily::Qwen35Moe], false),
 ];
 
 /// The types of multimodal models that are read with their vision towers.
@@ -94,7 +99,7 @@ const WITH_VISION: [(&str, LlamaFamily); 2] = [
 fn supported(model_type: Option<&str>) -> String {
     let names: Vec<&str> = LlamaFamily::of_folders()
         .map(LlamaFamily::model_type)
-        .chain(MULTIMODAL.map(|(name, _)| name))
+        .chain(MULTIMODAL.map(|(name, ..)| name))
         .chain(WITH_VISION.map(|(name, _)| name))
         .chain(["gpt2"])
         .collect();
@@ -123,12 +128,13 @@ impl ModelConfig {
     }
 
     /// Reads the configuration of a folder, and returns `true` beside it if transformers loads the folder as a multimodal
-    /// model with this one inside; of Qwen3.5 it loads the text.
+    /// model with this one inside.
     pub(crate) fn read(dir: &Path) -> Result<(ModelConfig, bool)> {
         let fields = fields::read(dir)?;
         let model_type = fields.peek("model_type").and_then(Value::as_str);
-        let is_multimodal = model_type
-            .is_some_and(|name| ["gemma3", "gemma3n", "gemma4", "mistral3"].contains(&name));
+        let is_multimodal = MULTIMODAL
+            .iter()
+            .any(|&(name, _, as_a_whole)| as_a_whole && model_type == Some(name));
         Ok((ModelConfig::from_fields(fields)?, is_multimodal))
     }
 
@@ -143,11 +149,11 @@ impl ModelConfig {
     fn from_fields(mut fields: Fields) -> Result<ModelConfig> {
         let model_type = fields.string("model_type")?;
         let name = model_type.as_deref();
-        let text = MULTIMODAL.iter().find(|(own, _)| name == Some(own));
+        let text = MULTIMODAL.iter().find(|(own, ..)| name == Some(own));
         let vision = WITH_VISION.iter().find(|(own, _)| name == Some(own));
         let config = if name == Some("gpt2") {
             ModelConfig::Gpt2(Gpt2Config::read(fields)?)
-        } else if let Some((_, families)) = text {
+        } else if let Some((_, families, _)) = text {
             ModelConfig::Llama(multimodal::text(fields, families)?)
         } else if let Some((_, family)) = vision {
             ModelConfig::Llama(vision::read(fields, *family)?)
@@ -206,9 +212,14 @@ impl ModelConfig {
     /// It is below [`max_position_embeddings`](Self::max_position_embeddings) for dynamic and LongRoPE scaling: beyond
     /// the original context, all sequences get the frequencies of the longest one.
     pub fn ragged_context(&self) -> i64 {
+        self.ragged_limit().0
+    }
+
+    /// Returns [`ragged_context`](Self::ragged_context) and the key that sets it.
+    pub(crate) fn ragged_limit(&self) -> (i64, &'static str) {
         match self {
             ModelConfig::Llama(config) => config.ragged_context(),
-            ModelConfig::Gpt2(config) => config.n_positions,
+            ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
         }
     }
 

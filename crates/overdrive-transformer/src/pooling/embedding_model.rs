@@ -36,7 +36,8 @@ pub struct EmbeddingModel {
     pooling: Pooling,
     dense: Vec<Dense>,
     truncate_dim: Option<i64>,
-    max_length: i64,
+    /// The largest number of tokens of a sequence and the setting that bounds it.
+    limit: (i64, &'static str),
 }
 
 #[derive(Debug)]
@@ -92,6 +93,7 @@ impl EmbeddingModel {
         let settings = read_json(&folder.join("sentence_bert_config.json"))?;
         let bound = settings.and_then(|settings| settings.get("max_seq_length")?.as_i64());
         let context = transformer.context();
+        let bound = bound.map(|bound| (bound.max(1), "max_seq_length"));
         let (device, kind) = (transformer.device(), transformer.kind());
         let dense = modules.dense.iter();
         let dense = dense.map(|folder| Dense::from_dir(folder, device, kind));
@@ -102,7 +104,7 @@ impl EmbeddingModel {
             pooling: modules.pooling,
             dense,
             truncate_dim: modules.truncate_dim,
-            max_length: bound.map_or(context, |bound| bound.clamp(1, context)),
+            limit: bound.map_or(context, |bound| bound.min(context)),
         })
     }
 
@@ -122,7 +124,7 @@ impl EmbeddingModel {
         let dense: Vec<Dense> = dense.filter_map(Result::transpose).collect::<Result<_>>()?;
         check_widths(&dense, transformer.width())?;
         Ok(EmbeddingModel {
-            max_length: transformer.context(),
+            limit: transformer.context(),
             transformer,
             pooling,
             dense,
@@ -138,7 +140,7 @@ impl EmbeddingModel {
     /// [`Error::Common`] for a sequence without tokens, and errors of libtorch.
     pub fn embed(&self, sequences: &[TokenSequence]) -> Result<Tensor> {
         let device = self.transformer.device();
-        let packed = Packed::new(sequences, self.max_length, "max_seq_length", device)?;
+        let packed = Packed::new(sequences, self.limit, device)?;
         let hidden = match &self.transformer {
             Transformer::Encoder(model) => model.hidden_states(packed.encoder_input(model))?,
             Transformer::Decoder(model) => {
@@ -166,7 +168,7 @@ impl EmbeddingModel {
 
     /// Returns the largest number of tokens of a sequence.
     pub fn max_length(&self) -> i64 {
-        self.max_length
+        self.limit.0
     }
 
     /// Returns the number of tokens in the vocabulary.
@@ -205,10 +207,11 @@ impl Transformer {
         }
     }
 
-    fn context(&self) -> i64 {
+    /// Returns the largest number of tokens of a sequence and the key of the configuration that sets it.
+    fn context(&self) -> (i64, &'static str) {
         match self {
-            Transformer::Encoder(model) => model.config().context(),
-            Transformer::Decoder(model) => model.config().ragged_context(),
+            Transformer::Encoder(model) => (model.config().context(), "max_position_embeddings"),
+            Transformer::Decoder(model) => model.config().ragged_limit(),
         }
     }
 

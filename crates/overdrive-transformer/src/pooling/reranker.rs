@@ -154,8 +154,7 @@ impl Reranker {
     /// [`Error::ContextExceeded`] for a sequence longer than [`max_length`](Reranker::max_length), [`Error::Common`] for a
     /// sequence without tokens, and errors of libtorch.
     pub fn scores(&self, sequences: &[TokenSequence]) -> Result<Tensor> {
-        let key = "max_position_embeddings";
-        let packed = Packed::new(sequences, self.max_length(), key, self.device())?;
+        let packed = Packed::new(sequences, self.limit(), self.device())?;
         let logits = match &self.scorer {
             Scorer::Classifier(model) => {
                 let logits = model.forward(packed.encoder_input(model))?;
@@ -185,9 +184,14 @@ impl Reranker {
 
     /// Returns the largest number of tokens of a sequence.
     pub fn max_length(&self) -> i64 {
+        self.limit().0
+    }
+
+    /// Returns the largest number of tokens of a sequence and the key of the configuration that sets it.
+    fn limit(&self) -> (i64, &'static str) {
         match &self.scorer {
-            Scorer::Classifier(model) => model.config().context(),
-            Scorer::Answers { model, .. } => model.config().ragged_context(),
+            Scorer::Classifier(model) => (model.config().context(), "max_position_embeddings"),
+            Scorer::Answers { model, .. } => model.config().ragged_limit(),
         }
     }
 

@@ -41,11 +41,10 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// Packs sequences of at most `max_length` tokens, which the setting `key` bounds.
+    /// Packs sequences of at most `limit` tokens, which the setting `key` bounds.
     pub(super) fn new(
         sequences: &[TokenSequence],
-        max_length: i64,
-        key: &'static str,
+        (limit, key): (i64, &'static str),
         device: Device,
     ) -> Result<Packed> {
         if sequences.is_empty() {
@@ -53,10 +52,10 @@ impl Packed {
         }
         for (index, sequence) in sequences.iter().enumerate() {
             let positions = sequence.ids.len() as i64;
-            if positions > max_length {
+            if positions > limit {
                 return Err(Error::ContextExceeded {
                     positions,
-                    limit: max_length,
+                    limit,
                     key,
                 });
             }

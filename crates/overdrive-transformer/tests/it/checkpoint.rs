@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::{CASES, copy_of, edit_config, expected, fixture, load, max_difference};
+use crate::on_python::python;
 use overdrive_transformer::{
     CausalLm, ForwardInput, Gpt2Config, InitOptions, LlamaConfig, LlamaFamily, LoadOptions,
     ModelConfig, RopeScaling, SaveOptions,
@@ -136,18 +137,9 @@ fn low_precision_is_written_as_it_is_and_named_in_the_configuration() {
 }
 
 #[test]
-fn transformers_loads_what_is_written_and_computes_the_same() {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args(["-c", "import transformers, torch, safetensors"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import transformers, torch and safetensors; \
-             set OVERDRIVE_PYTHON to one that can"
-        );
-        return;
-    }
+#[ignore = "needs Python with torch, transformers and safetensors"]
+fn transformers_loads_what_is_written_and_computes_the_same_on_python() {
+    let python = python(&["transformers", "torch", "safetensors"]);
     let root = tempfile::tempdir().unwrap();
     let save = |name: &str, model: &CausalLm, ids: &Tensor, shard: u64| {
         let dir = root.path().join(name);

@@ -276,7 +276,14 @@ fn folders_and_inputs_that_do_not_fit_are_refused() {
     let long = TokenSequence::new(vec![2; 65]);
     let error = model.embed(&[long]).unwrap_err();
     assert!(
-        matches!(error, Error::ContextExceeded { limit: 64, .. }),
+        matches!(
+            error,
+            Error::ContextExceeded {
+                limit: 64,
+                key: "max_position_embeddings",
+                ..
+            }
+        ),
         "{error}"
     );
     let uneven = TokenSequence::new(vec![2, 3]).with_types(vec![0]);
@@ -285,19 +292,25 @@ fn folders_and_inputs_that_do_not_fit_are_refused() {
 
 #[test]
 fn a_reranker_refuses_a_prompt_beyond_its_length_even_where_the_model_reads_longer_rows() {
-    let model = CausalLm::from_pretrained(fixture("llama_dynamic_rope"), &LoadOptions::default());
-    let reranker = Reranker::with_answers(model.unwrap(), [1, 2]).unwrap();
-    let prompt = |tokens| [TokenSequence::new(vec![3; tokens])];
-    let longest = reranker.max_length();
-    assert_eq!(
-        reranker.scores(&prompt(longest as usize)).unwrap().size(),
-        [1]
-    );
-    let error = reranker.scores(&prompt(longest as usize + 1)).unwrap_err();
-    assert!(
-        matches!(error, Error::ContextExceeded { limit, .. } if limit == longest),
-        "{error}"
-    );
+    for (case, wanted) in [
+        ("llama_dynamic_rope", "max_position_embeddings"),
+        ("phi3_longrope", "original_max_position_embeddings"),
+        ("gpt2", "n_positions"),
+    ] {
+        let model = CausalLm::from_pretrained(fixture(case), &LoadOptions::default());
+        let reranker = Reranker::with_answers(model.unwrap(), [1, 2]).unwrap();
+        let prompt = |tokens| [TokenSequence::new(vec![3; tokens])];
+        let longest = reranker.max_length();
+        assert_eq!(
+            reranker.scores(&prompt(longest as usize)).unwrap().size(),
+            [1]
+        );
+        let error = reranker.scores(&prompt(longest as usize + 1)).unwrap_err();
+        let Error::ContextExceeded { limit, key, .. } = error else {
+            panic!("{error}");
+        };
+        assert_eq!((limit, key), (longest, wanted), "{case}");
+    }
 }
 
 #[test]

@@ -20,6 +20,8 @@ mod gpt_oss;
 mod hybrids;
 mod long_positions;
 mod model;
+#[path = "../../../../on_python/mod.rs"]
+mod on_python;
 mod packed_sequences;
 mod paged;
 mod parity;

@@ -3,8 +3,8 @@
 use overdrive_nn::AdapterHost;
 use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
-    CausalLm, ExpertsConfig, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig,
-    LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
+    CausalLm, Error, Execution, ExpertsConfig, ForwardInput, Gpt2Config, InitOptions, LabelShift,
+    LlamaConfig, LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions, Schedule,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -358,6 +358,48 @@ fn dequantize_makes_quantized_weights_dense_again() {
             .unwrap();
         let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
         assert_eq!(logits(&again), logits(&model), "{name}");
+    }
+}
+
+/// The second block, which is recomputed in backward, cannot be changed while the loss lives. The first one is dense by
+/// then.
+#[test]
+fn dequantize_loses_no_weight_if_a_graph_needs_some_of_them() {
+    let scheme: Scheme = "int8-weight".parse().unwrap();
+    for tied in [false, true] {
+        let fresh = || CausalLm::new(&llama(tied), &InitOptions::default()).unwrap();
+        let before = fresh();
+        let options = QuantizeOptions::new(scheme).with_head(scheme);
+        let mut model = fresh();
+        model.quantize(&options).unwrap();
+        let mut wanted = fresh();
+        wanted.quantize(&options).unwrap();
+        wanted.dequantize().unwrap();
+
+        model.set_requires_grad(true).unwrap();
+        let mut execution = Execution::default();
+        execution.checkpointing = Schedule::Chosen(vec![false, true]);
+        model.set_execution(execution);
+        let ids = Tensor::from_slice(&[1i64, 5, 9, 30, 2, 7]).view([1, 6]);
+        let loss = model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
+        let error = model.dequantize().unwrap_err();
+        assert!(
+            matches!(error, Error::Nn(overdrive_nn::Error::InUse)),
+            "{error}"
+        );
+        drop(loss);
+        model.dequantize().unwrap();
+
+        let all = wanted.named_parameters();
+        assert_eq!(all.len(), before.named_parameters().len());
+        assert_eq!(model.named_parameters(), all, "tied: {tied}");
+        assert_eq!(model.memory_footprint(), wanted.memory_footprint());
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = CausalLm::from_pretrained(dir.path(), &Default::default()).unwrap();
+        assert_eq!(again.named_parameters(), all, "tied: {tied}");
     }
 }
 

@@ -6,6 +6,7 @@ use std::process::Command;
 use crate::common::{
     copy_of, edit_config, expected, fixture, generator, max_difference, max_magnitude,
 };
+use crate::on_python::python;
 use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_lora::{
     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
@@ -234,18 +235,9 @@ print((logits - want['logits']).abs().max().item())
 ";
 
 #[test]
-fn transformers_loads_what_save_pretrained_writes() {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args(["-c", "import transformers, torch, safetensors"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import transformers, torch and safetensors; \
-             set OVERDRIVE_PYTHON to one that can"
-        );
-        return;
-    }
+#[ignore = "needs Python with torch, transformers and safetensors"]
+fn transformers_loads_what_save_pretrained_writes_on_python() {
+    let python = python(&["transformers", "torch", "safetensors"]);
     for case in CASES {
         let dir = tempfile::tempdir().unwrap();
         load(case)

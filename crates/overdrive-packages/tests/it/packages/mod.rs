@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::common::{read_archive, write_archive};
-use crate::on_python::python;
+use crate::on_python;
 use overdrive_packages::{CompiledDecoder, CompiledModel, Error, LoadOptions, ReplaceOptions};
 use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LlamaConfig, LoadOptions as ModelOptions, SaveOptions,
@@ -71,6 +71,29 @@ fn libtorch_version() -> String {
     version.split('+').next().unwrap().to_owned()
 }
 
+/// Returns the interpreter that has `modules` and the torch of this libtorch. AOTInductor also needs a C++ compiler.
+///
+/// # Panics
+/// If one of them is missing, with what to install or set.
+fn python(modules: &[&str]) -> String {
+    let python = on_python::python(&[&["torch"], modules].concat());
+    let version = "import torch; print(torch.__version__.split('+')[0])";
+    let output = Command::new(&python).args(["-c", version]).output();
+    let found = String::from_utf8(output.unwrap().stdout).unwrap();
+    let (found, wanted) = (found.trim(), libtorch_version());
+    assert!(
+        found == wanted,
+        "{python} has torch {found}, and this libtorch is {wanted}: install torch {wanted}"
+    );
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
+    let output = Command::new(&compiler).arg("--version").output();
+    assert!(
+        output.is_ok_and(|output| output.status.success()),
+        "AOTInductor needs a C++ compiler, and {compiler} does not run: set CXX to one that does"
+    );
+    python
+}
+
 /// Runs a script of this crate in `folder`.
 fn run_script(python: &str, folder: &Path, script: &str, arguments: &[std::ffi::OsString]) {
     let output = Command::new(python)
@@ -85,7 +108,7 @@ fn run_script(python: &str, folder: &Path, script: &str, arguments: &[std::ffi::
 }
 
 fn make() -> Fixture {
-    let python = python(&["torch", "transformers", "safetensors"]);
+    let python = python(&["transformers", "safetensors"]);
     let folder = tempfile::tempdir().unwrap();
     let config = LlamaConfig {
         vocab_size: 64,

@@ -11,7 +11,7 @@ fn plain() -> PathBuf {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("plain.pt2").into_os_string();
         let script = "tests/python/plain_package.py";
-        run_script(&python(&["torch"]), folder.path(), script, &[output]);
+        run_script(&python(&[]), folder.path(), script, &[output]);
         folder
     });
     made.path().join("plain.pt2")

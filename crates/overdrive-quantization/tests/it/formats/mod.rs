@@ -6,8 +6,8 @@ mod damaged;
 use std::collections::BTreeMap;
 
 use overdrive_quantization::{
-    CalibrationOptions, ClipOptions, GroupOptions, GroupScales, QuantizationConfig,
-    QuantizedWeight, Scheme, quantize_calibrated,
+    BitsAndBytesConfig, CalibrationOptions, ClipOptions, GroupOptions, GroupScales,
+    QuantizationConfig, QuantizedWeight, Scheme, quantize_calibrated,
 };
 use overdrive_safetensors::{MappedFile, write};
 use serde_json::json;
@@ -532,10 +532,21 @@ fn an_infinite_threshold_is_written_as_bitsandbytes_zero() {
     let scheme = Scheme::LlmInt8 {
         threshold: f64::INFINITY,
     };
-    let config = QuantizationConfig::for_scheme(scheme, Vec::new());
-    let json = config.to_json().unwrap();
-    assert_eq!(json["llm_int8_threshold"], 0.0);
-    assert_eq!(QuantizationConfig::from_json(&json).unwrap(), config);
+    let own = QuantizationConfig::BitsAndBytes(BitsAndBytesConfig {
+        load_in_8bit: true,
+        llm_int8_threshold: f64::INFINITY,
+        llm_int8_skip_modules: Some(Vec::new()),
+        ..BitsAndBytesConfig::default()
+    });
+    let zero = Scheme::LlmInt8 { threshold: 0.0 };
+    for config in [QuantizationConfig::for_scheme(scheme, Vec::new()), own] {
+        let json = config.to_json().unwrap();
+        assert_eq!(json["llm_int8_threshold"], 0.0);
+        assert_eq!(
+            QuantizationConfig::from_json(&json).unwrap(),
+            QuantizationConfig::for_scheme(zero, Vec::new())
+        );
+    }
 }
 
 #[test]

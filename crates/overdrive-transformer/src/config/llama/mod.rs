@@ -195,15 +195,21 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the number of positions up to which no frequency depends on the length of a forward pass.
-    pub(crate) fn ragged_context(&self) -> i64 {
+    /// Returns the number of positions up to which no frequency depends on the length of a forward pass, and the key
+    /// that sets it.
+    pub(crate) fn ragged_context(&self) -> (i64, &'static str) {
+        let key = "max_position_embeddings";
         let fixed = |scaling: &RopeScaling| match scaling {
-            RopeScaling::Dynamic { .. } => self.max_position_embeddings,
-            RopeScaling::LongRope(long) => long.original_max_position_embeddings,
-            _ => i64::MAX,
+            RopeScaling::Dynamic { .. } => (self.max_position_embeddings, key),
+            RopeScaling::LongRope(long) => {
+                let original = long.original_max_position_embeddings;
+                (original, "original_max_position_embeddings")
+            }
+            _ => (self.context(), key),
         };
-        let local = fixed(&self.rope_local_scaling);
-        self.context().min(fixed(&self.rope_scaling)).min(local)
+        fixed(&self.rope_scaling)
+            .min(fixed(&self.rope_local_scaling))
+            .min((self.context(), key))
     }
 
     /// Returns the number of positions beyond which a generation starts its cache again.

@@ -10,6 +10,7 @@ use tch::{Kind, Tensor};
 
 use super::{BASES, CLASSIFIERS, MASKED, base, batch, classifier, masked};
 use crate::common::{copy_of, edit_config, expected, fixture, max_difference};
+use crate::on_python::python;
 
 /// The tensors of a folder's weight file, by name.
 fn tensors(dir: &Path) -> Vec<(String, Tensor)> {
@@ -390,18 +391,9 @@ fn the_keys_of_transformers_4_mean_the_same() {
 }
 
 #[test]
-fn transformers_loads_what_is_written_and_computes_the_same() {
-    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python)
-        .args(["-c", "import transformers, torch, safetensors"])
-        .output();
-    if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!(
-            "SKIPPED: {python} cannot import transformers, torch and safetensors; \
-             set OVERDRIVE_PYTHON to one that can"
-        );
-        return;
-    }
+#[ignore = "needs Python with torch, transformers and safetensors"]
+fn transformers_loads_what_is_written_and_computes_the_same_on_python() {
+    let python = python(&["transformers", "torch", "safetensors"]);
     let root = tempfile::tempdir().unwrap();
     let ids = Tensor::from_slice(&[1i64, 5, 9, 30, 2, 7, 11, 12, 3, 2]).view([2, 5]);
     let input = EncoderInput::new(&ids);
