@@ -185,7 +185,7 @@ impl SpeechDataset {
             ("text_field", &options.text_field),
         ] {
             if let Some(field) = field {
-                rows.check_field(option, field)?;
+                rows.check_column(option, field)?;
             }
         }
         let mut dataset = Self {
