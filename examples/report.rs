@@ -42,6 +42,12 @@ fn run(flags: &Flags) -> Result<()> {
             .notes
             .push("The last line of the metrics file is incomplete and was skipped.".into());
     }
+    if let Some(first) = file.skipped_lines.first() {
+        report.notes.push(format!(
+            "{} lines of the metrics file are no records and were skipped; the first is line {first}.",
+            file.skipped_lines.len()
+        ));
+    }
     for (extension, write) in [
         ("html", Report::write_html as fn(&Report, PathBuf) -> _),
         ("svg", Report::write_loss_svg),

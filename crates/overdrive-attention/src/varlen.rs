@@ -291,11 +291,26 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
 /// Returns the output (1, total_q, H, D_v) and log-sum-exp (1, H, total_q) of the math back end.
 fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
-    for (index, sequence) in lengths.sequences().iter().enumerate() {
+    // An empty pack has the result of an empty sequence, which has a graph.
+    let none = [Sequence {
+        batch: 0,
+        query_start: 0,
+        queries: 0,
+        key_start: 0,
+        keys: 0,
+    }];
+    let sequences = match lengths.is_empty() {
+        true => &none[..],
+        false => lengths.sequences(),
+    };
+    for (index, sequence) in sequences.iter().enumerate() {
         let part = |tensor: &Tensor, start: usize, len: usize| {
             tensor.f_narrow(2, start as i64, len as i64)
         };
-        let slopes = slopes_of(call.options, index)?;
+        let slopes = match lengths.is_empty() {
+            true => None,
+            false => slopes_of(call.options, index)?,
+        };
         let options = AttentionOptions {
             alibi_slopes: slopes.as_ref(),
             layout: Layout::Bhtd,
@@ -311,13 +326,6 @@ fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tenso
         let (output, lse) = math(&alone)?;
         outputs.push(output.f_transpose(1, 2)?);
         lses.push(lse);
-    }
-    if outputs.is_empty() {
-        let (heads, dim) = (call.query.size()[1], call.value.size()[3]);
-        let (kind, device) = (call.query.kind(), call.query.device());
-        let output = Tensor::f_zeros([1, 0, heads, dim], (kind, device))?;
-        let lse = Tensor::f_zeros([1, heads, 0], (Kind::Float, device))?;
-        return Ok((output, lse));
     }
     Ok((Tensor::f_cat(&outputs, 1)?, Tensor::f_cat(&lses, 2)?))
 }

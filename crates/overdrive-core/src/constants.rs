@@ -15,10 +15,10 @@ pub const LOST_PEER_EXIT_CODE: u8 = 76;
 /// report for a program that Ctrl-C has ended.
 pub const INTERRUPTED_EXIT_CODE: u8 = 130;
 
-/// The way in which a run ended, or a launch of several processes: then the worst of theirs.
+/// The outcome of a run; for a launch of several processes, the worst of their outcomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunEnd {
-    /// It is done.
+    /// The run finished.
     Finished,
     /// A signal ended it, and there is a snapshot of its last step, from which it resumes.
     Saved,

@@ -7,8 +7,7 @@ const UNSET: u8 = 0;
 const OFF: u8 = 1;
 const ON: u8 = 2;
 
-/// A setting of the process that is on, off or left to its owner: an environment variable has 1 or 0, which the program
-/// can override.
+/// A process-wide setting: on, off, or unset. An environment variable (1 or 0) sets it, and the program can override it.
 #[derive(Debug)]
 pub struct Switch {
     variable: &'static str,

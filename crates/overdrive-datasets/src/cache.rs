@@ -149,38 +149,24 @@ fn build_cached(
     }
 }
 
-/// Returns the folder for token stores and trained tokenizers: `tokens` of [`cache_dir`].
-///
-/// # Errors
-/// As [`cache_dir`].
-pub fn default_cache_dir() -> Result<PathBuf> {
-    cache_dir("tokens")
-}
-
 /// Returns the folder `overdrive/<name>` in `$XDG_CACHE_HOME`, or in the platform's cache folder (`~/.cache`; macOS:
-/// `~/Library/Caches`; Windows: `%LOCALAPPDATA%`).
+/// `~/Library/Caches`). Token stores and trained tokenizers are in `tokens`.
 ///
 /// # Errors
 /// [`Error::NoCacheFolder`] if the environment names no such folder.
 pub fn cache_dir(name: &str) -> Result<PathBuf> {
-    let variable = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
+    let in_home = match cfg!(target_os = "macos") {
+        true => "Library/Caches",
+        false => ".cache",
     };
-    let in_home = |folder| Some(std::env::home_dir()?.join(folder));
-    let (platform, tried) = if cfg!(target_os = "macos") {
-        (in_home("Library/Caches"), "XDG_CACHE_HOME and HOME")
-    } else if cfg!(windows) {
-        (variable("LOCALAPPDATA"), "XDG_CACHE_HOME and LOCALAPPDATA")
-    } else {
-        (in_home(".cache"), "XDG_CACHE_HOME and HOME")
-    };
-    // The XDG specification requires that a relative path is ignored.
-    let chosen = variable("XDG_CACHE_HOME")
+    // The XDG specification requires that a relative path, such as an empty one, is ignored.
+    let base = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
         .filter(|path| path.is_absolute())
-        .or(platform);
-    let base = chosen.ok_or(Error::NoCacheFolder { tried })?;
+        .or_else(|| Some(std::env::home_dir()?.join(in_home)))
+        .ok_or(Error::NoCacheFolder {
+            tried: "XDG_CACHE_HOME and HOME",
+        })?;
     Ok(base.join("overdrive").join(name))
 }
 

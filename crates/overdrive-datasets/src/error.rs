@@ -183,12 +183,8 @@ pub enum Error {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 
-    /// This process may not read or write the cache folder, which another user may have made.
-    #[error(
-        "the cache folder {} cannot be used: {source}; set `XDG_CACHE_HOME` to a folder of your own, which moves \
-         the default cache, or let the owner of this folder permit it",
-        folder.display()
-    )]
+    /// This process may not read or write the cache folder, which another user may have made, or its disk is full.
+    #[error("the cache folder {} cannot be used: {source}; {}", folder.display(), cache_remedy(source))]
     CacheFolder {
         /// The folder.
         folder: PathBuf,
@@ -252,6 +248,26 @@ impl std::fmt::Display for RecordNumber {
         match self {
             Self::Line(line) => write!(f, "line {line}"),
             Self::Record(record) => write!(f, "record {record}"),
+        }
+    }
+}
+
+/// Returns `true` if an error says that there is no room on a disk.
+fn is_full(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{QuotaExceeded, StorageFull};
+    [QuotaExceeded, StorageFull].contains(&error.kind())
+}
+
+/// Returns the remedy for an error of a file in a cache folder.
+fn cache_remedy(error: &overdrive_core::Error) -> &'static str {
+    match error {
+        overdrive_core::Error::Io { source, .. } if is_full(source) => {
+            "make room there, or set `XDG_CACHE_HOME` to a folder on another disk, which moves the default cache; \
+             compressed files in blocks, as of `bgzip`, need no room for their unpacked content there"
+        }
+        _ => {
+            "set `XDG_CACHE_HOME` to a folder of your own, which moves the default cache, or let the owner of this \
+             folder permit it"
         }
     }
 }
@@ -334,18 +350,20 @@ impl Error {
         }
     }
 
-    /// Returns the error of a cache folder in place of that of a file in it, if the system denies the access.
+    /// Returns the error of a cache folder in place of that of a file in it, if the system denies the access or the disk
+    /// is full.
     pub(crate) fn of_cache(self, folder: &Path) -> Self {
         use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
-        let is_denied = |source: &overdrive_core::Error| match source {
+        let is_of_folder = |source: &overdrive_core::Error| match source {
             overdrive_core::Error::Io { path, source, .. } => {
                 path.starts_with(folder)
-                    && [PermissionDenied, ReadOnlyFilesystem].contains(&source.kind())
+                    && (is_full(source)
+                        || [PermissionDenied, ReadOnlyFilesystem].contains(&source.kind()))
             }
             _ => false,
         };
         match self {
-            Self::Common(source) if is_denied(&source) => Self::CacheFolder {
+            Self::Common(source) if is_of_folder(&source) => Self::CacheFolder {
                 folder: folder.to_owned(),
                 source,
             },

@@ -45,8 +45,8 @@ impl LabeledTexts {
     ) -> Result<Self> {
         let path = path.as_ref();
         let records = FieldRecords::open([path])?;
-        records.check_field("text_column", text)?;
-        records.check_field("label_column", label)?;
+        records.check_column("text_column", text)?;
+        records.check_column("label_column", label)?;
         let rows = (0..records.len()).map(|index| {
             let row = records.row(index)?;
             let own = checked_label(&row, label, labels)?;
@@ -238,7 +238,17 @@ mod tests {
                 "{blank}"
             );
         }
+        // The rows of JSON have no common columns: the first one may lack what the others have.
+        let rows = "{\"text\": \"x\"}\n{\"text\": \"y\", \"label\": 1}\n";
+        let missing = message("rows.jsonl", rows, None);
+        let problem = "rows.jsonl, record 0 (byte 0): `label` is missing; it must be a string, a number or a boolean";
+        assert!(missing.ends_with(problem), "{missing}");
         assert!(message("rows.csv", "text,label\n", None).contains("at least one row"));
+        // The columns are those of the header, whatever follows it.
+        for rows in ["", "a\n"] {
+            let column = message("rows.csv", &format!("title,label\n{rows}"), None);
+            assert!(column.starts_with("`text_column` is text"), "{column}");
+        }
     }
 
     #[test]

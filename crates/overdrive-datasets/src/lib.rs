@@ -136,9 +136,9 @@ pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
 pub use bpe_sample::sample_texts;
 #[cfg(feature = "tokenizers")]
 pub use build_tokens::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
+pub use cache::cache_dir;
 #[cfg(feature = "tokenizers")]
 pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens};
-pub use cache::{cache_dir, default_cache_dir};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::{Dataset, InMemory};
 pub use digest::Sha256Digest;

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -172,6 +172,44 @@ impl Seek for RangeReader {
         };
         self.at = at.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
         Ok(self.at)
+    }
+}
+
+/// Copies what `reader` reads of the file `from` to `out`, and returns the number of bytes. An error of the reading is
+/// that of `from`, as by [`read_error`], and an error of the writing that of `to`; each is an action and a path.
+pub(crate) fn copy(
+    mut reader: impl Read,
+    from: (&'static str, &Path),
+    out: impl Write,
+    to: (&'static str, &Path),
+) -> Result<u64> {
+    let mut out = Target { out, to };
+    io::copy(&mut reader, &mut out).map_err(read_error(from.0, from.1))
+}
+
+/// A writer whose errors carry an [`Error`] with their path, which distinguishes them from those of a reader.
+struct Target<'a, W> {
+    out: W,
+    to: (&'static str, &'a Path),
+}
+
+impl<W> Target<'_, W> {
+    fn error(&self, error: io::Error) -> io::Error {
+        // The kind stays, since an interrupted call is made again.
+        io::Error::new(
+            error.kind(),
+            Error::from(CommonError::io(self.to.0, self.to.1)(error)),
+        )
+    }
+}
+
+impl<W: Write> Write for Target<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.out.write(bytes).map_err(|error| self.error(error))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush().map_err(|error| self.error(error))
     }
 }
 

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use common::{fixture, text, tokenizer, write_files};
 use faults::{Case, Fault, Faults, contents, under_injection};
 use overdrive_datasets::{
-    BpeOptions, BuildOptions, CacheOptions, Corpus, CorpusOptions, Dataset, IndexLocation,
+    BpeOptions, BuildOptions, CacheOptions, Corpus, CorpusOptions, Dataset, Error, IndexLocation,
     IndexOptions, JsonLayout, JsonOptions, JsonRecords, MapCache, Result, TextLines, TextOptions,
     build_tokens, load_tokenizer, train_bpe_cached,
 };
@@ -46,6 +46,11 @@ fn check<T: PartialEq>(
                 Ok(first) => assert!(first == result, "{place}: another result"),
                 Err(error) => {
                     assert!(call.is_some() && fault != Fault::Short, "{place}: {error}");
+                    // A full disk is no error of the data, and the remedy is that of the cache.
+                    assert!(
+                        fault != Fault::FullDisk || matches!(error, Error::CacheFolder { .. }),
+                        "{place}: {error:?}"
+                    );
                 }
             }
             let again = operation(data, &cache).unwrap_or_else(|error| panic!("{place}: {error}"));

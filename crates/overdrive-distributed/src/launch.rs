@@ -135,7 +135,8 @@ impl Launch {
     }
 
     /// Runs until all processes have ended. A process that exits with [`SAVED_EXIT_CODE`] or
-    /// [`INTERRUPTED_EXIT_CODE`] has not failed: the end of the launch is that of the process that has saved least.
+    /// [`INTERRUPTED_EXIT_CODE`] has not failed: the launch returns `NotSaved` if any process did, else `Saved` if any
+    /// did.
     ///
     /// # Errors
     /// [`Error::Launched`] with the first process that failed for a reason of its own (one that only lost another exits

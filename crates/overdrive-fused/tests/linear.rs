@@ -2,9 +2,9 @@
 //! A target of its own: the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::cell::RefCell;
+#[path = "../../../test_tensors/mod.rs"]
+mod test_tensors;
 
-use overdrive_core::random::Generator;
 use overdrive_fused::{Error, adjacent, joint_linear, linear};
 use overdrive_sys::gemm::{GemmLibrary, set_library};
 use proptest::prelude::*;
@@ -19,19 +19,8 @@ fn library() -> GemmLibrary {
         .unwrap()
 }
 
-thread_local! {
-    /// One for each test: libtorch's is the process's.
-    static GENERATOR: RefCell<Generator> = RefCell::new(Generator::new(1, 0));
-}
-
-/// Returns normal numbers, the same in every run.
 fn normal(shape: &[i64]) -> Tensor {
-    let count: i64 = shape.iter().product();
-    let draw = |generator: &mut Generator| (0..count).map(|_| generator.normal()).collect();
-    let numbers: Vec<f64> = GENERATOR.with_borrow_mut(draw);
-    Tensor::from_slice(&numbers)
-        .view(shape)
-        .to_kind(Kind::Float)
+    test_tensors::normal(shape).to_kind(Kind::Float)
 }
 
 fn leaf(shape: &[i64]) -> Tensor {

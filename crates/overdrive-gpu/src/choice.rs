@@ -61,21 +61,30 @@ pub fn opened(device: Device) -> Option<&'static Kernels> {
 
 static GPUS: Gpus = Gpus::new();
 
+/// The number and the setting of each guard that exists, in the order in which they were made.
+static OVERRIDES: Mutex<Vec<(u64, bool)>> = Mutex::new(Vec::new());
+
 /// Turns the kernels on or off for all threads, regardless of `OVERDRIVE_GPU_KERNELS`, until the returned guard is
-/// dropped, which restores the previous setting: to compare both in one process. The backward pass of a function runs on
-/// the same path as its forward pass.
+/// dropped: to compare both in one process. Of several guards, in one thread or in several, the one made last decides,
+/// in whatever order they are dropped. The backward pass of a function runs on the same path as its forward pass.
 pub fn override_enabled(enabled: bool) -> EnabledGuard {
-    EnabledGuard(SWITCH.replace(Some(enabled)))
+    let mut overrides = OVERRIDES.lock();
+    let number = overrides.last().map_or(0, |&(last, _)| last + 1);
+    overrides.push((number, enabled));
+    SWITCH.replace(Some(enabled));
+    EnabledGuard(number)
 }
 
-/// A guard that restores the setting before [`override_enabled`] when it is dropped.
+/// A guard that ends the setting of [`override_enabled`] when it is dropped.
 #[derive(Debug)]
-#[must_use = "the previous setting is restored when the guard is dropped"]
-pub struct EnabledGuard(Option<bool>);
+#[must_use = "the setting ends when the guard is dropped"]
+pub struct EnabledGuard(u64);
 
 impl Drop for EnabledGuard {
     fn drop(&mut self) {
-        SWITCH.replace(self.0);
+        let mut overrides = OVERRIDES.lock();
+        overrides.retain(|&(number, _)| number != self.0);
+        SWITCH.replace(overrides.last().map(|&(_, enabled)| enabled));
     }
 }
 
@@ -197,13 +206,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_override_ends_with_its_guard() {
+    fn an_override_ends_with_its_guard_in_whatever_order_guards_are_dropped() {
         let outer = override_enabled(true);
         let inner = override_enabled(false);
         assert_eq!(SWITCH.get().unwrap(), Some(false));
         drop(inner);
         assert_eq!(SWITCH.get().unwrap(), Some(true));
         drop(outer);
+        assert_eq!(SWITCH.replace(None), None);
+
+        let (first, second) = (override_enabled(true), override_enabled(true));
+        drop(first);
+        let third = override_enabled(false);
+        assert_eq!(SWITCH.get().unwrap(), Some(false));
+        drop(third);
+        assert_eq!(SWITCH.get().unwrap(), Some(true));
+        drop(second);
         assert_eq!(SWITCH.replace(None), None);
     }
 }

@@ -163,16 +163,23 @@ fn pairs(runtime: &mut Runtime, args: Args) -> Result<Vec<(Value, Value)>> {
     Ok(pairs)
 }
 
-/// Returns the local time in a format of Python's `strftime`, in the C locale.
+/// Returns the local time in a format of Python's `strftime`, in the C locale. As in transformers, the time does not have
+/// a time zone, so the directives of time zones stand for nothing.
 fn strftime_now(format: &str) -> Result<String> {
     let time = Zoned::now();
-    // Directives that are not known stay as they are.
+    // Directives that are not known stay as they are, as in glibc.
     let config = Config::new().custom(PosixCustom::new()).lenient(true);
     // Python has six digits of a second; jiff leaves out zeros at the end.
     let microseconds = format!("{:06}", time.subsec_nanosecond() / 1000);
     let parts: Vec<String> = format
         .split("%%")
-        .map(|part| part.replace("%f", &microseconds))
+        .map(|part| {
+            ["%z", "%:z", "%Z"]
+                .iter()
+                .fold(part.replace("%f", &microseconds), |part, zone| {
+                    part.replace(zone, "")
+                })
+        })
         .collect();
     BrokenDownTime::from(&time)
         .to_string_with_config(&config, parts.join("%%"))

@@ -57,7 +57,7 @@ pub struct StepTimer {
 /// The events on the device.
 #[derive(Debug)]
 struct Events {
-    /// `None` after its first error: a clock that missed something would measure wrong steps.
+    /// `None` after its first error: a clock that missed an event would assign times to the wrong steps.
     clock: Option<Box<dyn DeviceClock>>,
     /// That error, until it is returned: a phase boundary is often the drop of a guard, which cannot return one.
     failure: Option<Error>,

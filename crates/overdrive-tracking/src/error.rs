@@ -1,7 +1,5 @@
 //! Errors of tracking.
 
-use std::path::PathBuf;
-
 use thiserror::Error;
 
 /// An error of tracking a run.
@@ -11,21 +9,6 @@ pub enum Error {
     /// A file or folder could not be read or written.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-
-    /// A line of a metrics file is not a metrics record.
-    #[error(
-        "{}:{line} is not a metrics record: {source}; each line must be one JSON object with at \
-         least `step`, `loss`, `learning_rate`, `tokens_per_second` and `peak_memory_bytes`",
-        path.display()
-    )]
-    InvalidRecord {
-        /// The metrics file.
-        path: PathBuf,
-        /// The number of the line, counted from 1.
-        line: usize,
-        /// The error of the JSON parser.
-        source: serde_json::Error,
-    },
 
     /// A record has an extra value that JSON cannot represent.
     #[error("the metrics of step {step} cannot be written as JSON: {source}")]

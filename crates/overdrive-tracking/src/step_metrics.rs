@@ -237,14 +237,17 @@ pub struct MetricsFile {
     /// The last line, if it is truncated, for example by a power failure. It is not in
     /// the records.
     pub truncated: Option<String>,
+    /// The numbers, counted from 1, of the other lines that are no records: notes of other programs, and lines that a
+    /// power failure damaged. [`JsonLines::resume`](crate::JsonLines::resume) keeps them.
+    pub skipped_lines: Vec<usize>,
 }
 
-/// Reads a metrics file. Empty lines are ignored. A last line without a line break that
-/// is not a complete record is returned as [`MetricsFile::truncated`] instead of failing.
+/// Reads a metrics file. Empty lines are ignored. A last line without a line break that is not a complete record is
+/// returned as [`MetricsFile::truncated`]; other lines that are no records are skipped, and their numbers are in
+/// [`MetricsFile::skipped_lines`].
 ///
 /// # Errors
-/// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::InvalidRecord`] with the line number if any
-/// other line is not a record.
+/// [`overdrive_core::Error::Io`] if the file cannot be read.
 pub fn read_metrics(path: impl AsRef<Path>) -> Result<MetricsFile> {
     let path = path.as_ref();
     let bytes = fs::read(path).map_err(CommonError::io("read", path))?;
@@ -261,13 +264,7 @@ pub fn read_metrics(path: impl AsRef<Path>) -> Result<MetricsFile> {
             Err(_) if lines.peek().is_none() && !is_complete => {
                 file.truncated = Some(String::from_utf8_lossy(line).into_owned());
             }
-            Err(source) => {
-                return Err(Error::InvalidRecord {
-                    path: path.to_owned(),
-                    line: index + 1,
-                    source,
-                });
-            }
+            Err(_) => file.skipped_lines.push(index + 1),
         }
     }
     Ok(file)

@@ -232,6 +232,28 @@ fn decoding_records_no_gradient() {
 }
 
 #[test]
+fn an_empty_pack_has_empty_results_and_gradients() {
+    for backend in [Backend::Auto, Backend::Math, Backend::Blockwise] {
+        let (query, key) = (leaf(&[0, 2, 8], 1), leaf(&[0, 1, 8], 2));
+        let value = leaf(&[0, 1, 4], 3);
+        let lengths = PackedLengths::from_lengths(&[], CPU).unwrap();
+        let slopes = Tensor::zeros([0, 2], (Kind::Float, CPU));
+        let options = AttentionOptions {
+            backend,
+            alibi_slopes: Some(&slopes),
+            ..AttentionOptions::causal()
+        };
+        let (output, lse) =
+            attention_varlen_with_lse(&query, &key, &value, &lengths, &options).unwrap();
+        assert_eq!((output.size(), lse.size()), (vec![0, 2, 4], vec![2, 0]));
+        output.sum(Kind::Float).backward();
+        for tensor in [&query, &key, &value] {
+            assert_eq!(tensor.grad().size(), tensor.size(), "{backend:?}");
+        }
+    }
+}
+
+#[test]
 fn what_does_not_describe_the_pack_is_refused_by_name() {
     let message = |result: Result<PackedLengths, Error>| result.unwrap_err().to_string();
     let of = |lengths: &[i64]| Tensor::from_slice(lengths);

@@ -1,6 +1,5 @@
 //! Functions with a backward in Rust: several inputs and outputs, in-place, saved tensors, errors, panics.
 
-use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,24 +8,12 @@ use overdrive_autograd::{
     BackwardContext, BackwardOptions, Error, ForwardContext, Function, FunctionResult, GradOptions,
     GradcheckOptions, apply, backward, grad, gradcheck, gradgradcheck, no_grad,
 };
-use overdrive_core::random::Generator;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
+use crate::test_tensors::normal;
+
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
-
-thread_local! {
-    /// One for each test: libtorch's is the process's.
-    static GENERATOR: RefCell<Generator> = RefCell::new(Generator::new(1, 0));
-}
-
-/// Returns normal numbers, the same in every run.
-fn normal(shape: &[i64]) -> Tensor {
-    let count: i64 = shape.iter().product();
-    let draw = |generator: &mut Generator| (0..count).map(|_| generator.normal()).collect();
-    let numbers: Vec<f64> = GENERATOR.with_borrow_mut(draw);
-    Tensor::from_slice(&numbers).view(shape)
-}
 
 fn leaf(shape: &[i64]) -> Tensor {
     normal(shape).set_requires_grad(true)

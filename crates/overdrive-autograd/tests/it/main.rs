@@ -5,4 +5,6 @@ mod functions;
 mod gradients;
 mod guards;
 mod hooks;
+#[path = "../../../../test_tensors/mod.rs"]
+mod test_tensors;
 mod threads;

@@ -15,7 +15,7 @@ use overdrive_core::Error as CommonError;
 use overdrive_core::files::FileMap;
 
 use super::indexed_file::{read_source, unpacked_source};
-use crate::range_source::registered_source;
+use crate::range_source::{copy, registered_source};
 use crate::{Error, Result};
 
 /// The largest block, in unpacked bytes, that is unpacked for a single record.
@@ -413,9 +413,9 @@ pub(crate) fn unpack_to_temporary_file(
 ) -> Result<File> {
     let folder = std::env::temp_dir();
     let mut file = tempfile::tempfile().map_err(CommonError::io("create a file in", &folder))?;
-    let mut reader = compression.reader(data).take(expected.saturating_add(1));
-    let unpacked =
-        std::io::copy(&mut reader, &mut file).map_err(CommonError::io("unpack", path))?;
+    let reader = compression.reader(data).take(expected.saturating_add(1));
+    let to = ("write to a file in", folder.as_path());
+    let unpacked = copy(reader, ("unpack", path), &mut file, to)?;
     if unpacked > expected {
         let problem =
             format!("it unpacks to more than the {expected} bytes that its headers declare");

@@ -18,9 +18,7 @@ use super::{OffsetTable, OffsetsWriter, PART_BYTES, Part, Scan, scan_stream};
 use crate::cache::{Cached, cache_dir, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
-use crate::range_source::{
-    RangeReader, RangeSource, digest_of_source, read_error, registered_source,
-};
+use crate::range_source::{RangeReader, RangeSource, copy, digest_of_source, registered_source};
 use crate::{Error, RecordNumber, Result, Sha256Digest};
 
 /// The smallest file that gets an index file: smaller ones are searched faster than an index is opened.
@@ -36,7 +34,8 @@ pub enum IndexLocation {
     Folder(PathBuf),
     /// The folder of the data; the index files are hidden and end in `.ovidx`.
     Beside,
-    /// No files: the index is built in memory each time.
+    /// No index files: the index is built in memory each time. The unpacked content of a compressed file still goes to
+    /// the user's cache folder, as with `Cache`.
     Memory,
 }
 
@@ -52,8 +51,8 @@ pub struct IndexOptions {
     /// If `true`, the index is built even if an existing one fits. Default: `false`.
     pub rebuild: bool,
     /// If `true`, every compressed file is unpacked once, into `overdrive/unpacked` in the user's cache folder or into
-    /// [`IndexLocation::Folder`], and read from there. If `false` (the default), files in blocks are read in place, block by block (gzip of bgzip,
-    /// Zstandard in frames of at most 16 MiB), and only the others are unpacked.
+    /// [`IndexLocation::Folder`], and read from there. If `false` (the default), files in blocks are read in place, block
+    /// by block (gzip of bgzip, Zstandard in frames of at most 16 MiB), and only the others are unpacked.
     pub unpack: bool,
 }
 
@@ -414,7 +413,7 @@ fn unpack_to_cache(
     path: &Path,
     key: Sha256Digest,
     folder: &Path,
-    mut reader: Box<dyn Read + '_>,
+    reader: Box<dyn Read + '_>,
     check: impl FnOnce() -> Result<()>,
 ) -> Result<PathBuf> {
     let unpacked = folder.join(format!("{}.unpacked", key.short()));
@@ -423,7 +422,7 @@ fn unpack_to_cache(
         let (from, to) = (path.display(), unpacked.display());
         tracing::info!("unpacking {from} into {to}; delete it when it is no longer needed");
         let mut file = files::unfinished(&unpacked)?;
-        let bytes = std::io::copy(&mut reader, &mut file).map_err(read_error("unpack", path))?;
+        let bytes = copy(reader, ("unpack", path), &mut file, ("write", &unpacked))?;
         check()?;
         commit_with_digest(file, &unpacked)?;
         tracing::info!("{from} has {bytes} bytes unpacked, in {to}");
@@ -494,8 +493,12 @@ impl Builder<'_> {
             Ok(Cached::Hit(map)) => Ok((IndexBytes::Mapped(map), false)),
             Ok(Cached::Built(map)) => Ok((IndexBytes::Mapped(map), true)),
             // An index file only saves time, so a location that cannot be written is not an error. An
-            // error of the data itself is one.
-            Err(error) if error.io_path().is_some_and(|path| path != self.path) => {
+            // error of the data itself, or of a temporary file with its content, is one.
+            Err(error)
+                if error
+                    .io_path()
+                    .is_some_and(|path| path != self.path && path != std::env::temp_dir()) =>
+            {
                 tracing::warn!("the index is kept in memory: {error}");
                 Ok((self.build_in_memory()?, true))
             }
@@ -572,8 +575,9 @@ impl Builder<'_> {
                     // The search needs all bytes at once: they are copied to a temporary file and mapped.
                     let folder = std::env::temp_dir();
                     let mut file = tempfile::tempfile()
-                        .map_err(CommonError::io("create a file in", folder))?;
-                    std::io::copy(&mut reader, &mut file).map_err(read_error("read", self.path))?;
+                        .map_err(CommonError::io("create a file in", &folder))?;
+                    let to = ("write to a file in", folder.as_path());
+                    copy(reader, ("read", self.path), &mut file, to)?;
                     scan(&FileMap::of(&file, self.path)?, &mut push)
                 }
             }

@@ -14,7 +14,7 @@ use crate::{Result, Sha256Digest, tokenizer_digest};
 /// folder or files in it may be deleted at any time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExampleCache {
-    /// The folder of the files, such as [`default_cache_dir`](crate::default_cache_dir).
+    /// The folder of the files, such as `tokens` of [`cache_dir`](crate::cache_dir).
     pub folder: PathBuf,
     /// The digest of everything that decides the text of a conversation: the chat template with its special tokens.
     /// A [`ChatFormat`](crate::ChatFormat) is code and cannot be compared.

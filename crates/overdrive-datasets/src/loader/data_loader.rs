@@ -63,6 +63,10 @@ pub struct LoaderState {
     pub batches: usize,
     /// The number of records of a batch, over all processes ([`BatchSampler::joint_batch_size`]); 0 if it is unknown.
     pub joint_batch_size: usize,
+    /// The number of batches of all processes in one step ([`BatchSampler::joint_batches`]), if `joint_batch_size` is
+    /// unknown; else 0.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub joint_batches: usize,
     /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which stays the same over
     /// the whole run; 0 without groups, or if the state does not store it.
     #[serde(skip_serializing_if = "is_zero")]
@@ -285,9 +289,14 @@ impl<T: Send + 'static> DataLoader<T> {
 
     /// Returns the position of the loader. Batches that were returned count, and those prepared ahead do not.
     pub fn state_dict(&self) -> LoaderState {
+        let joint_batch_size = self.source.batches.joint_batch_size();
         LoaderState {
             batches: self.len(),
-            joint_batch_size: self.source.batches.joint_batch_size(),
+            joint_batch_size,
+            joint_batches: match joint_batch_size {
+                0 => self.source.batches.joint_batches(),
+                _ => 0,
+            },
             group_len: match self.state.group_len {
                 0 => self.source.batches.group_len(),
                 kept => kept,
@@ -301,17 +310,23 @@ impl<T: Send + 'static> DataLoader<T> {
     /// If the state comes from a loader with another number of processes or another batch size, this loader resumes
     /// at the record where that one stopped. If the record is inside a batch of this loader, it resumes at the
     /// beginning of the batch, so that no record is left out of the epoch. The order of the records is that of the
-    /// run that stored the state, even where it depends on the batch size ([`LoaderState::group_len`]).
+    /// run that stored the state, even where it depends on the batch size ([`LoaderState::group_len`]). Batches
+    /// without a fixed number of records, as of [`TokenBudgetBatches`](crate::TokenBudgetBatches), are counted
+    /// themselves: with another number of processes, the loader resumes at the same batch; the options of the batches
+    /// must then be the same.
     ///
     /// # Errors
     /// Returns an error if the epoch has fewer batches: the data or the options have changed.
     pub fn load_state_dict(&mut self, state: LoaderState) -> Result<()> {
         let len = self.source.batches.len(state.epoch);
-        let next_batch = match (
-            state.joint_batch_size,
-            self.source.batches.joint_batch_size(),
-        ) {
-            // Without both numbers, records cannot be counted.
+        let batches = &self.source.batches;
+        let counts = match (state.joint_batch_size, batches.joint_batch_size()) {
+            // Neither counts records, so both count batches.
+            (0, 0) => (state.joint_batches, batches.joint_batches()),
+            records => records,
+        };
+        let next_batch = match counts {
+            // Without both numbers, the positions cannot be compared.
             (before, now) if before == now || before == 0 || now == 0 => state.next_batch,
             // The last batches of an epoch may have fewer records, so its end is not found by counting them.
             _ if state.next_batch >= state.batches => len,

@@ -153,19 +153,26 @@ pub struct SpeechDataset {
 
 impl SpeechDataset {
     /// Opens manifests: files of CSV or TSV, of JSON or JSON Lines, or of Parquet or Arrow, folders of them, and patterns
-    /// (see [`crate::find_files`]). The extension of the first file decides the format of all of them: CSV if it is
+    /// (see [`crate::find_files`]). Parquet and Arrow files in folders are manifests only if no others are found: they
+    /// may be another copy of the data. The extension of the first file decides the format of all of them: CSV if it is
     /// unknown.
     ///
     /// # Errors
-    /// Returns an error if no file is found, a file cannot be read, an option is outside its range, or the first row lacks
-    /// a field that an option names.
+    /// Returns an error if no file is found, a file cannot be read, an option is outside its range, or a CSV, Parquet or
+    /// Arrow file lacks a column that an option names. A row of JSON without the field is an error when it is read.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: SpeechOptions,
     ) -> Result<Self> {
         options.check()?;
-        let extensions = ["csv", "tsv", "jsonl", "ndjson", "json", "parquet", "arrow"];
-        let files = find_files(paths, &extensions)?;
+        let paths = paths.into_iter().map(|path| path.as_ref().to_owned());
+        let paths: Vec<PathBuf> = paths.collect();
+        let files = match find_files(&paths, &["csv", "tsv", "tab", "jsonl", "ndjson", "json"]) {
+            Err(Error::NoData { .. }) => {
+                find_files(&paths, &["parquet", "arrow", "feather", "ipc"])?
+            }
+            files => files?,
+        };
         // `find_files` gives at least one.
         let first = &files[0];
         let rows = match RecordFormat::of(first) {
@@ -185,7 +192,7 @@ impl SpeechDataset {
             ("text_field", &options.text_field),
         ] {
             if let Some(field) = field {
-                rows.check_field(option, field)?;
+                rows.check_column(option, field)?;
             }
         }
         let mut dataset = Self {

@@ -56,8 +56,8 @@ impl From<JsonRecords<Map<String, Value>>> for FieldRecords {
 
 impl FieldRecords {
     /// Opens files, folders (of files in these formats) and patterns (see [`find_files`]). The name of the first file
-    /// tells the format of all of them ([`RecordFormat`]): JSON if it tells none. Options are the defaults; records with
-    /// others are converted with [`From`].
+    /// tells the format of all of them ([`RecordFormat`]): JSON if it tells none. Options are the defaults; records
+    /// with others are converted with [`From`].
     ///
     /// # Errors
     /// Returns an error if no file is found or a file cannot be read, and for Parquet and Arrow files without the Cargo
@@ -166,23 +166,33 @@ impl FieldRecords {
         }
     }
 
-    /// Checks that the first row, if there is one that can be read, has the field that `option` names.
-    pub(crate) fn check_field(&self, option: &'static str, field: &str) -> Result<()> {
-        let Ok(row) = self.row(0) else {
-            return Ok(());
+    /// Checks that the columns of the first file have the one that `option` names. The rows of JSON have no common
+    /// columns: there, a row without the field is an error of that row.
+    pub(crate) fn check_column(&self, option: &'static str, column: &str) -> Result<()> {
+        let (names, path) = match &self.0 {
+            Rows::Json(_) => return Ok(()),
+            Rows::Csv(records) => {
+                let path = records.records().paths().next().map(Path::to_owned);
+                (records.columns().names().to_vec(), path.unwrap_or_default())
+            }
+            #[cfg(feature = "parquet")]
+            Rows::Table(records) => {
+                // The error of a damaged block is that of its rows.
+                let Ok((batch, _)) = records.batch(0) else {
+                    return Ok(());
+                };
+                let schema = batch.schema();
+                let names = schema.fields().iter().map(|field| field.name().clone());
+                (names.collect(), records.location(0)?.path)
+            }
         };
-        let (names, path) = (row.names(), self.location(0)?.path);
         let expected = format!(
             "one of {}, the columns of {}",
             names.join(", "),
             path.display()
         );
-        Ok(check_option(
-            names.contains(&field),
-            option,
-            field,
-            expected,
-        )?)
+        let is_known = names.iter().any(|name| name == column);
+        Ok(check_option(is_known, option, column, expected)?)
     }
 }
 
@@ -235,8 +245,11 @@ impl FieldRow<'_> {
     /// # Errors
     /// Returns an error about the row if it has no text in the field.
     pub fn required_text(&self, name: &str) -> Result<Cow<'_, str>> {
-        self.text(name)?
-            .ok_or_else(|| self.no_text(name, "missing"))
+        let found = match &self.fields {
+            Fields::Object(fields) if fields.contains_key(name) => "null",
+            _ => "missing",
+        };
+        self.text(name)?.ok_or_else(|| self.no_text(name, found))
     }
 
     fn no_text(&self, name: &str, found: &str) -> Error {

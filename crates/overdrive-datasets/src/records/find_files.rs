@@ -15,10 +15,11 @@ const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
 /// Finds the files that `paths` name, in a fixed order.
 ///
 /// A path is a file, a folder or a pattern. A folder stands for all files in it and in its subfolders with one of
-/// `extensions` (all files if there are none), in the order of their names; links are followed, hidden files are left out, and
-/// compressed ones count by the inner extension, `a.csv.gz` as `a.csv`. A pattern has `*`, `?`, `[…]` or `**` and
-/// stands for the matching files. A file that is named several times is listed several times. The name of a file on a
-/// server ([`register_source`](crate::register_source)) stands for itself.
+/// `extensions` (all files if there are none), in the order of their names; links are followed, hidden files and links
+/// to nothing (these with a warning) are left out, and compressed files count by the inner extension, `a.csv.gz` as
+/// `a.csv`. A pattern has `*`, `?`, `[…]` or `**` and stands for the matching files. A file that is named several
+/// times is listed several times. The name of a file on a server ([`register_source`](crate::register_source)) stands
+/// for itself.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
@@ -72,7 +73,7 @@ pub fn find_files<P: AsRef<Path>>(
 }
 
 /// Returns the files in a folder and its subfolders with one of `extensions` (all files if there are none), in the order
-/// of their names, without hidden ones.
+/// of their names, without hidden ones. Links to nothing are left out with one warning.
 pub(crate) fn files_in(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>> {
     let walk = WalkDir::new(folder)
         // The folders of Hugging Face's cache consist of links to files.
@@ -81,6 +82,7 @@ pub(crate) fn files_in(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf
         .into_iter()
         .filter_entry(|entry| entry.depth() == 0 || !is_hidden(entry.path()));
     let mut files = Vec::new();
+    let mut links_to_nothing = Vec::new();
     for entry in walk {
         match entry {
             Ok(entry) => {
@@ -92,11 +94,31 @@ pub(crate) fn files_in(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf
             Err(error) if error.loop_ancestor().is_some() => {}
             Err(error) => {
                 let path = error.path().unwrap_or(folder).to_owned();
-                return Err(CommonError::io("read", path)(error.into()).into());
+                let error = std::io::Error::from(error);
+                if !(path.is_symlink() && is_missing(&error)) {
+                    return Err(CommonError::io("read", path)(error).into());
+                }
+                if has_extension(&path, extensions) {
+                    links_to_nothing.push(path);
+                }
             }
         }
     }
+    if let Some(first) = links_to_nothing.first() {
+        tracing::warn!(
+            "{} links in {} lead to no file and are left out; the first is {}",
+            links_to_nothing.len(),
+            folder.display(),
+            first.display()
+        );
+    }
     Ok(files)
+}
+
+/// Returns `true` if an error says that nothing is at a path.
+fn is_missing(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{NotADirectory, NotFound};
+    [NotFound, NotADirectory].contains(&error.kind())
 }
 
 fn add_matches(pattern: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
@@ -137,8 +159,8 @@ fn is_hidden(path: &Path) -> bool {
         .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-/// Returns `true` if the name of a file, without the extension of a compression, has one of these extensions, in upper or
-/// lower case. Without extensions every file has one.
+/// Returns `true` if the name of a file, without the extension of a compression, has one of these extensions, in upper
+/// or lower case. Without extensions every file has one.
 pub(crate) fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let name = name.to_ascii_lowercase();

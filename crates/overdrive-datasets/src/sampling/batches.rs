@@ -23,6 +23,13 @@ pub trait BatchSampler: Send + Sync {
         0
     }
 
+    /// Returns the number of batches that all processes together take in one step. Default: 1, for a sampler that does
+    /// not divide its batches among processes. Where [`joint_batch_size`](Self::joint_batch_size) is 0, loaders keep
+    /// this number in their state, so that a run resumes at the same batch with another number of processes.
+    fn joint_batches(&self) -> usize {
+        1
+    }
+
     /// Returns the number of records in a group, if the order of the records depends on it; else 0. Loaders keep it
     /// in their state.
     fn group_len(&self) -> usize {
@@ -47,6 +54,10 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
 
     fn joint_batch_size(&self) -> usize {
         (**self).joint_batch_size()
+    }
+
+    fn joint_batches(&self) -> usize {
+        (**self).joint_batches()
     }
 
     fn group_len(&self) -> usize {
@@ -149,6 +160,10 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
 
     fn joint_batch_size(&self) -> usize {
         self.shard.joint(self.batches.joint_batch_size())
+    }
+
+    fn joint_batches(&self) -> usize {
+        self.shard.joint(self.batches.joint_batches())
     }
 
     fn group_len(&self) -> usize {

@@ -93,10 +93,18 @@ fn a_folder_of_links_is_read_as_one_of_files() {
         found,
         ["a.txt", "folder/b.txt"].map(|name| snapshot.join(name))
     );
-    // A link to nothing is a file that is missing.
-    symlink("../../blobs/3", snapshot.join("c.txt")).unwrap();
-    let error = Corpus::from_paths([&snapshot], &CorpusOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("c.txt"), "{error}");
+    // Links to nothing are left out, unless the caller names one.
+    let broken = snapshot.join("0.txt");
+    symlink("../../blobs/3", &broken).unwrap();
+    symlink("a.txt/4", snapshot.join("folder/c.txt")).unwrap();
+    assert_eq!(
+        overdrive_datasets::find_files([&snapshot], &[]).unwrap(),
+        found
+    );
+    let both = Corpus::from_paths([&snapshot], &CorpusOptions::default()).unwrap();
+    assert_eq!(both.files().len(), 2);
+    let error = Corpus::from_paths([&broken], &CorpusOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("0.txt"), "{error}");
 }
 
 #[test]

@@ -567,3 +567,50 @@ fn a_state_counts_the_records_of_the_batches_that_the_loader_was_given() {
     let budget = TokenBudgetBatches::new(vec![1; 120], TokenBudgetOptions::default()).unwrap();
     assert_eq!(loader(Box::new(budget)).state_dict().joint_batch_size, 0);
 }
+
+#[test]
+fn batches_of_a_number_of_tokens_resume_at_the_same_batch_with_another_number_of_processes() {
+    const RECORDS: usize = 500;
+    let lengths: Vec<u32> = (0..RECORDS as u32).map(|i| 1 + i * 7919 % 97).collect();
+    let make = |rank, world_size| {
+        let options = TokenBudgetOptions {
+            max_tokens: 200,
+            window: 64,
+            ..TokenBudgetOptions::default()
+        };
+        let all = TokenBudgetBatches::new(lengths.clone(), options).unwrap();
+        let shard = Shard::new(rank, world_size, LastShare::Drop).unwrap();
+        let batches: Box<dyn BatchSampler> = Box::new(ShardedBatches::new(all, shard));
+        DataLoader::with(Numbers::new(RECORDS), batches, Ok, WorkerOptions::default()).unwrap()
+    };
+    let rest = |loader: &mut DataLoader<Vec<usize>>| -> Vec<Vec<usize>> {
+        loader.epoch().map(Result::unwrap).collect()
+    };
+    let whole = rest(&mut make(0, 1));
+    for (before, now, steps) in [(2, 1, 10), (1, 2, 10), (2, 3, 9), (1, 2, 11), (2, 2, 7)] {
+        let mut first = make(0, before);
+        for _ in 0..steps {
+            first.next_batch().unwrap().unwrap();
+        }
+        let state = serde_json::to_string(&first.state_dict()).unwrap();
+        // Inside a step: from its beginning, so that no batch is left out.
+        let done = before * steps / now * now;
+        for rank in 0..now {
+            let mut loader = make(rank, now);
+            loader
+                .load_state_dict(serde_json::from_str(&state).unwrap())
+                .unwrap();
+            let steps = whole[done..].chunks_exact(now);
+            let expected: Vec<_> = steps.map(|step| step[rank].clone()).collect();
+            assert_eq!(rest(&mut loader), expected, "{before} to {now}");
+        }
+    }
+    // An epoch that has ended stays so, whatever was dropped at its end.
+    let mut first = make(0, 3);
+    while first.state_dict().next_batch < first.len() {
+        first.next_batch().unwrap().unwrap();
+    }
+    let mut alone = make(0, 1);
+    alone.load_state_dict(first.state_dict()).unwrap();
+    assert!(alone.next_batch().is_none());
+}

@@ -128,6 +128,31 @@ fn the_manifests_of_common_voice_nemo_and_audiofolder_open_as_they_are() {
 }
 
 #[test]
+fn tables_in_a_folder_are_manifests_only_if_there_are_no_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let table = std::fs::read(fixture("tables/none.parquet")).unwrap();
+    let manifest = b"file_name,transcription\na.wav,One.\n";
+    write_files(
+        dir.path(),
+        &[
+            ("both/data-00000.parquet", table.as_slice()),
+            ("both/metadata.csv", manifest),
+            (
+                "tab/metadata.tab",
+                b"file_name\ttranscription\na.wav\tTwo.\n",
+            ),
+            ("feather/data.feather", b"no table"),
+        ],
+    );
+    let open = |name| SpeechDataset::open([dir.path().join(name)], SpeechOptions::default());
+    assert_eq!(open("both").unwrap().text(0).unwrap(), "One.");
+    assert_eq!(open("tab").unwrap().text(0).unwrap(), "Two.");
+    // It is found, and refused for what is in it.
+    let error = open("feather").unwrap_err().to_string();
+    assert!(error.contains("data.feather cannot be read"), "{error}");
+}
+
+#[test]
 fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let options = SpeechOptions {
@@ -322,6 +347,25 @@ fn damaged_audio_gives_errors_without_panics_or_unbounded_memory() {
         }
     }
     assert!(errors > 0);
+}
+
+#[test]
+fn a_row_of_json_without_the_named_field_follows_the_error_policy() {
+    let dir = tempfile::tempdir().unwrap();
+    let rows = "{\"path\": \"pcm16.wav\"}\n{\"path\": \"pcm16.wav\", \"sentence\": \"a\"}\n";
+    let options = SpeechOptions {
+        text_field: Some("sentence".to_owned()),
+        ..options()
+    };
+    let speech = open(dir.path(), "rows.jsonl", rows, options);
+    let error = speech.get(0).unwrap_err().to_string();
+    assert!(
+        error.contains("rows.jsonl, record 0 (byte 0): `sentence` is missing"),
+        "{error}"
+    );
+    let log = ErrorLog::default();
+    assert!(ErrorPolicy::Skip.get(&speech, 0, &log).unwrap().is_none());
+    assert_eq!(speech.get(1).unwrap().text, "a");
 }
 
 #[test]

@@ -315,6 +315,7 @@ fn times_are_written_as_by_python() {
         assert!(digits.len() == 6 && is_number, "{digits}");
     }
     assert_eq!(written("%%f %J é %"), "%f %J é %");
+    assert_eq!(written("<%z|%:z|%Z|%%z>"), "<|||%z>");
 }
 
 #[test]

@@ -251,7 +251,7 @@ impl StepRecorder {
             records.extend(std::mem::take(&mut self.unfinished));
         }
         if self.timer.has_lost_device() {
-            // Nobody will say when these are finished.
+            // The failed device clock will never report these steps as finished.
             self.unfinished.clear();
         }
         for on_device in self.timer.device_phases(wait)? {

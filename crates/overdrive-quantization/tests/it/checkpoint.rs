@@ -1,13 +1,11 @@
 //! Folders in, folders out.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
-use overdrive_core::random::Generator;
 use overdrive_quantization::{
     CalibrationOptions, CheckpointOptions, Error, Filter, GptqOptions, GroupOptions,
     InputCollector, Migration, Moments, Progress, QuantizationConfig, QuantizedWeight, Scheme,
@@ -17,23 +15,14 @@ use overdrive_safetensors::{MappedFile, write};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use crate::test_tensors;
+
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 const WIDTH: i64 = 64;
 const LAYERS: i64 = 3;
 
-thread_local! {
-    /// One for each test: libtorch's is the process's.
-    static GENERATOR: RefCell<Generator> = RefCell::new(Generator::new(1, 0));
-}
-
-/// Returns normal numbers, the same in every run.
 fn normal(shape: &[i64]) -> Tensor {
-    let count: i64 = shape.iter().product();
-    let draw = |generator: &mut Generator| (0..count).map(|_| generator.normal()).collect();
-    let numbers: Vec<f64> = GENERATOR.with_borrow_mut(draw);
-    Tensor::from_slice(&numbers)
-        .view(shape)
-        .to_kind(Kind::Float)
+    test_tensors::normal(shape).to_kind(Kind::Float)
 }
 
 fn random(shape: &[i64]) -> Tensor {

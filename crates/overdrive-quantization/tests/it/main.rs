@@ -8,4 +8,6 @@ mod formats;
 mod fp8_blocks;
 mod gguf;
 mod linear;
+#[path = "../../../../test_tensors/mod.rs"]
+mod test_tensors;
 mod weights;

@@ -132,7 +132,7 @@ fn a_cut_off_last_line_is_told_and_not_an_error() {
 }
 
 #[test]
-fn a_bad_line_in_the_middle_is_an_error_with_its_number() {
+fn a_line_in_the_middle_that_is_no_record_is_skipped_with_its_number() {
     let (_folder, path) = file();
     JsonLines::create(&path)
         .expect("create")
@@ -140,17 +140,9 @@ fn a_bad_line_in_the_middle_is_an_error_with_its_number() {
         .expect("log");
     let good = fs::read_to_string(&path).expect("read");
     fs::write(&path, format!("{good}\n{{\"step\":2}}\n{good}")).expect("write");
-    let error = read_metrics(&path).expect_err("line 3 has no loss");
-    assert!(
-        matches!(error, Error::InvalidRecord { line: 3, .. }),
-        "{error:?}"
-    );
-    let text = error.to_string();
-    assert!(
-        text.contains("metrics.jsonl:3 is not a metrics record"),
-        "{text}"
-    );
-    assert!(text.contains("missing field `loss`"), "{text}");
+    let read = read_metrics(&path).expect("line 3 has no loss");
+    assert_eq!(read.records, [step(1), step(1)]);
+    assert_eq!((read.skipped_lines, read.truncated), (vec![3], None));
 }
 
 #[test]
@@ -493,10 +485,20 @@ fn resuming_keeps_the_lines_that_are_no_records() {
     JsonLines::create(&path).expect("create");
     let line = |number| step(number).to_json_line().expect("JSON") + "\n";
     let note = "{\"note\":\"restarted by hand\"}\n";
-    fs::write(&path, [note, &line(1), note, &line(2), note].concat()).expect("write");
+    // A block that was lost in a power failure has zeros.
+    let damaged = format!("\0\0\0{}", line(3));
+    let lines = [note, &line(1), note, &line(2), &damaged, note];
+    fs::write(&path, lines.concat()).expect("write");
     JsonLines::resume(&path, 1).expect("resumes");
     let kept = fs::read_to_string(&path).expect("read");
-    assert_eq!(kept, [note, &line(1), note, note].concat());
+    assert_eq!(kept, [note, &line(1), note, &damaged, note].concat());
+    // The file of a run that has resumed can be read.
+    let read = read_metrics(&path).expect("read");
+    assert_eq!(read.records, [step(1)]);
+    assert_eq!(
+        (read.skipped_lines, read.truncated),
+        (vec![1, 3, 4, 5], None)
+    );
 }
 
 #[cfg(unix)]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, Dataset, DeviceLoader, LastWindow, RowLayout, SequentialWindows, SplitBy, SplitOptions,
-    TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
+    TokenView, Tokenizer, cache_dir, load_tokenizer, save_tokenizer,
 };
 use tch::Device;
 
@@ -28,7 +28,7 @@ const PROMPT_TOKENS: usize = 24;
 ///
 /// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a run that
 /// resumes uses that of its snapshot, and for a new run a byte-level BPE of `vocab_size` tokens is trained on the
-/// text. Both are cached (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
+/// text. Both are cached (`tokens` of `overdrive_datasets::cache_dir`), so the next run on the same text reuses them.
 ///
 /// With weights in `data` (`a.jsonl:0.7`, `b.parquet:0.3`) each path is a source of a mixture, which is tokenized,
 /// cached and split by itself. Each source has the share of its weight in the training data, and epochs of its own; the
@@ -178,7 +178,7 @@ impl TextData {
     /// [`crate::Error::Data`] if there is no text, if it cannot be read, or if a split is shorter than one
     /// window of `context_length`.
     pub fn prepare(arguments: &TrainingArguments, say: impl FnMut(&str)) -> Result<Self> {
-        Self::prepare_in(&default_cache_dir()?, arguments, say)
+        Self::prepare_in(&cache_dir("tokens")?, arguments, say)
     }
 
     /// As [`prepare`](Self::prepare), with a cache folder of the caller's choice.

@@ -47,8 +47,8 @@ impl Default for LoadOptions {
 /// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration. A tied head
 /// whose stored values differ from the embedding is untied in the configuration.
 ///
-/// Each tensor of the files is read, compared with the tensor that is read in its place, or named in a warning; a
-/// tensor that the configuration does not have is an error.
+/// Each tensor of the files is read, compared with the tensor that is read in its place, or named in a warning, as
+/// complex ones are; a tensor of another dtype that the configuration does not have is an error.
 ///
 /// Each tensor is converted from the mapped file directly into the model's memory: there is no second copy on the
 /// CPU, and a copy of at most one tensor for another device.
@@ -64,6 +64,11 @@ pub(crate) fn read(
     let (mut views, mut copies) = (HashMap::new(), Vec::new());
     for (file, path) in files.iter().zip(&weights.paths) {
         for stored in file.tensors() {
+            // A buffer, such as rotary frequencies of `torch.polar`.
+            if stored.kind() == Some(Kind::ComplexFloat) {
+                unused.add(stored.name(), "it is complex, and no parameter is");
+                continue;
+            }
             // A tensor that is in two shards is read from the one that the index names.
             match weights.names_other_file(stored.name(), path) {
                 true => copies.push(stored),

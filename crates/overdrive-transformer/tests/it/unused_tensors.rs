@@ -171,6 +171,25 @@ fn copies_with_other_values_are_named_and_equal_ones_and_buffers_are_not() {
 }
 
 #[test]
+fn complex_buffers_are_named_and_do_not_keep_a_model_from_loading() {
+    let dir = copy_of("llama_gqa");
+    let path = dir.path().join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).unwrap();
+    let angles = Tensor::arange(8, (tch::Kind::Float, tch::Device::Cpu));
+    let buffer = Tensor::polar(&angles.ones_like(), &angles);
+    tensors.push(("model.freqs_cis".to_owned(), buffer));
+    overdrive_safetensors::write(&path, &tensors, &Default::default()).unwrap();
+    let (model, warnings) = loaded(dir.path());
+    assert_eq!(warnings.len(), 1, "{warnings:?}");
+    assert!(
+        warnings[0].ends_with("are not used: model.freqs_cis (it is complex, and no parameter is)"),
+        "{warnings:?}"
+    );
+    let difference = max_difference(&logits(&model, "llama_gqa"), &expected_logits("llama_gqa"));
+    assert!(difference < 1e-5, "{difference}");
+}
+
+#[test]
 fn a_tensor_in_two_shards_with_other_values_is_named() {
     let dir = copy_of("llama_sharded");
     let index = std::fs::read_to_string(dir.path().join("model.safetensors.index.json")).unwrap();

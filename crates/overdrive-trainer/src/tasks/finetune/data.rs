@@ -7,7 +7,7 @@ use overdrive_datasets::{
     AnswerKey, Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader,
     EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions,
     InstructionRecord, PackPlan, PackingStrategy, RenderedChat, RowLayout, Selection, SequenceRows,
-    Sha256Digest, Tokenizer, default_cache_dir, tokenizer_digest,
+    Sha256Digest, Tokenizer, cache_dir, tokenizer_digest,
 };
 use overdrive_distributed::ProcessGroup;
 use overdrive_generation::{
@@ -79,7 +79,7 @@ impl InstructionData {
     /// Reads the files that `data` names with the tokenizer of the model's folder or GGUF file, and passes log lines to
     /// `say`. `eos_token_ids` are those of the model's configuration, for a tokenizer without one.
     ///
-    /// The tokens of the records are kept in the cache folder ([`default_cache_dir`]), so the next run on the same
+    /// The tokens of the records are kept in the cache folder (`tokens` of [`cache_dir`]), so the next run on the same
     /// records with the same tokenizer, template and options reads them ([`InstructionDataset::open_cached`]).
     ///
     /// # Errors
@@ -89,7 +89,7 @@ impl InstructionData {
         eos_token_ids: &[i64],
         say: impl FnMut(&str),
     ) -> Result<Self> {
-        Self::prepare_in(&default_cache_dir()?, arguments, eos_token_ids, say)
+        Self::prepare_in(&cache_dir("tokens")?, arguments, eos_token_ids, say)
     }
 
     /// As [`prepare`](Self::prepare), with a cache folder of the caller's choice.

@@ -2,7 +2,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use overdrive_datasets::{
-    AnswerKey, Dataset, DeviceLoader, InstructionDataset, RowLayout, default_cache_dir,
+    AnswerKey, Dataset, DeviceLoader, InstructionDataset, RowLayout, cache_dir,
 };
 
 use super::{PreferenceBatch, PreferenceExample, collate_preferences};
@@ -36,7 +36,7 @@ impl PreferenceData {
         eos_token_ids: &[i64],
         say: impl FnMut(&str),
     ) -> Result<Self> {
-        Self::prepare_in(&default_cache_dir()?, arguments, eos_token_ids, say)
+        Self::prepare_in(&cache_dir("tokens")?, arguments, eos_token_ids, say)
     }
 
     /// As [`prepare`](Self::prepare), with a cache folder of the caller's choice.
