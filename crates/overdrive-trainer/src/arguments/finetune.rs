@@ -134,7 +134,8 @@ options! {
             /// `load_in_8bit`. Default 6.
             llm_int8_threshold: f64 = 6.0 =>
                 FINETUNE("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
-            /// The linear layers that are not quantized. Default: the head.
+            /// The linear layers that are not quantized besides the head, which never is: beginnings of names up to a dot,
+            /// ends of names, or regular expressions, as in transformers. Default: none.
             llm_int8_skip_modules: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
         }
         hidden {
