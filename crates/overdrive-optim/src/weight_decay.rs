@@ -29,8 +29,9 @@ pub(crate) fn name_contains<S: AsRef<str>>(name: &str, patterns: &[S]) -> bool {
 ///
 /// A parameter is excluded if it has fewer than `min_decay_dim` dimensions, or if a component of its dotted name
 /// contains one of `no_decay_names` (case-insensitive; a name between two dots is a whole component):
-/// `model.layers.0.input_layernorm.weight` contains `norm`. The default is the rule of transformers (`get_decay_parameter_names`): biases and norms are excluded, and embeddings
-/// decay, including one that the head shares.
+/// `model.layers.0.input_layernorm.weight` contains `norm`. The default is the rule of transformers
+/// (`get_decay_parameter_names`): biases and norms are excluded, and embeddings decay, including one that the head
+/// shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecayRule {
     /// The minimum number of dimensions of a decayed parameter. Default: 2, which excludes biases and the

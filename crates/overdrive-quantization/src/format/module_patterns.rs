@@ -36,8 +36,8 @@ pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
     NamePattern::new(entry)?.matches(module)
 }
 
-/// Returns `true` if an entry of `llm_int8_skip_modules`, or of another of transformers' lists of modules that stay dense,
-/// matches the module of this name, such as `model.layers.0.mlp.up_proj`.
+/// Returns `true` if an entry of `llm_int8_skip_modules`, or of another of transformers' lists of modules that stay
+/// dense, matches the module of this name, such as `model.layers.0.mlp.up_proj`.
 ///
 /// As in transformers, an entry matches as a regular expression for the beginning of the name up to a dot or its end
 /// (`model.layers.0`, `model.layers.*.mlp`), or literally as the end of the name (`up_proj`).

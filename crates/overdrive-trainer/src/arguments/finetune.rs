@@ -31,13 +31,19 @@ options! {
     /// | `lora_r`, `lora_alpha`, `lora_dropout` | 16, 32, 0.05 | the same in TRL |
     /// | `learning_rate` | 2e-4 | 2e-5 in TRL, which recommends ten times that for LoRA |
     /// | `max_seq_length` (`max_length`) | 1024, at most the model's context | 1024 |
-    /// | `bnb_4bit_quant_type` | `fp4` | the same in transformers |
+    /// | `bnb_4bit_quant_type` | `fp4` | the same in transformers, `nf4` in TRL |
+    /// | `use_peft` | true | false in TRL |
+    /// | `bf16` | false | true in TRL unless `fp16` is set |
+    /// | `gradient_checkpointing` | false | true in TRL |
+    /// | `router_aux_loss_coef` | not supported: no auxiliary loss of routers is added | 0.001 in TRL |
+    /// | `packing_strategy: wrapped` | a token attends only to its own example | to the whole row in TRL |
     /// | `assistant_only_loss` | true | false |
     /// | `logging_steps` | 10 | the same in TRL |
     /// | `dataloader_num_workers` | 1 | 0: a worker is a process in PyTorch, but a thread here |
     ///
     /// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are those of
-    /// [`TrainingArguments`]; an example takes the role of a document.
+    /// [`TrainingArguments`]; an example takes the role of a document. Records of plain `prompt` and `completion` are
+    /// formatted with the model's chat template if it has one; TRL concatenates them, with the end-of-text token behind.
     #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
     #[serde(default, deny_unknown_fields)]
     pub struct FinetuneArguments, keys FINETUNE in "" {
@@ -135,8 +141,8 @@ options! {
             /// `load_in_8bit`. Default 6.
             llm_int8_threshold: f64 = 6.0 =>
                 FINETUNE("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
-            /// The linear layers that are not quantized besides the head, which never is: beginnings of names up to a dot,
-            /// ends of names, or regular expressions, as in transformers. Default: none.
+            /// The linear layers that are not quantized besides the head, which never is: beginnings of names up to
+            /// a dot, ends of names, or regular expressions, as in transformers. Default: none.
             llm_int8_skip_modules: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
         }
         hidden {

@@ -157,7 +157,8 @@ options! {
             max_grad_norm: f64 = 1.0 => ALL("X", range: NotNegative);
             /// The optimizer.
             optim: OptimizerName = OptimizerName::default() => ALL("NAME", spellings: &["optimizer"]);
-            /// The decoupled weight decay of matrices and embeddings; norms and biases have none. Default 0.
+            /// The decoupled weight decay (with `optim: sgd`, the L2 term) of matrices and embeddings; norms and biases
+            /// have none. Default 0.
             weight_decay: f64 = 0.0 => ALL("X", range: NotNegative);
             /// If `true`, apply weight decay to embeddings and to a head that shares their table, as in transformers.
             /// Default `true`.
@@ -280,7 +281,8 @@ options! {
             ddp_backend: Option<DdpBackend> = None => ALL("NAME");
             /// The size of a bucket of gradients in MiB. Default: 25.
             ddp_bucket_cap_mb: Option<f64> = None => ALL("N", range: Positive);
-            /// If `true`, search each backward pass for parameters that it does not reach. Default `false`.
+            /// If `true`, search each backward pass for parameters that it does not reach. Default `false`; in
+            /// transformers `true` without activation checkpointing.
             ddp_find_unused_parameters: Option<bool> = None => ALL("");
             /// If `true`, expect every backward pass to use the same parameters as the first one, which saves the
             /// search for parameters that it does not reach. Default `false`.
