@@ -76,8 +76,8 @@ impl DecayRule {
     }
 
     /// Splits parameters as [`groups`](Self::groups) does, with a group `muon` before the others: the decayed matrices
-    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`, `classifier`, `score`, and the `decoder` of a masked
-    /// language model), which [`Muon`](crate::Muon) is not made for.
+    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`, `classifier`, `score`, and the `decoder` of a
+    /// masked language model), which [`Muon`](crate::Muon) is not made for.
     #[must_use]
     pub fn groups_with_muon(
         &self,

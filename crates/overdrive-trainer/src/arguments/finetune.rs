@@ -43,7 +43,8 @@ options! {
     ///
     /// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are those of
     /// [`TrainingArguments`]; an example takes the role of a document. Records of plain `prompt` and `completion` are
-    /// formatted with the model's chat template if it has one; TRL concatenates them, with the end-of-text token behind.
+    /// formatted with the model's chat template if it has one; TRL concatenates them, with the end-of-text token
+    /// behind.
     #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
     #[serde(default, deny_unknown_fields)]
     pub struct FinetuneArguments, keys FINETUNE in "" {
