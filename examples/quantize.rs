@@ -42,7 +42,7 @@ struct Flags {
     /// Scheme of the embedding [default: not quantized]
     #[arg(long, value_parser = scheme_or_keep)]
     embedding: Option<OptionalScheme>,
-    /// Suffixes of the names of linear layers to leave unquantized, separated by commas
+    /// Linear layers to leave unquantized, separated by commas: ends or beginnings of names, or regular expressions
     #[arg(long, value_delimiter = ',')]
     skip: Vec<String>,
     /// Group size of int4: 16, 32, 64, 128 or 256

@@ -136,9 +136,11 @@ pub(crate) fn adapter(
             from_weight(&|weight| Ok((pissa_fast(weight, &draw, scale, rounds)?, None)))?
         }
         InitLoraWeights::Loftq(config) => from_weight(&|weight| loftq(weight, &draw, config))?,
-        InitLoraWeights::Eva | InitLoraWeights::Corda => {
-            let expected = "another method for a new adapter, since this one needs the inputs of the layers; adapters \
-                            that PEFT initialized with it can be loaded";
+        InitLoraWeights::Eva
+        | InitLoraWeights::Corda
+        | InitLoraWeights::Mica
+        | InitLoraWeights::LoraGa => {
+            let expected = "another method for a new adapter; adapters that PEFT initialized with this one can be loaded";
             let found = format!("\"{method}\" for `{name}`");
             return Err(Error::option("init_lora_weights", found, expected).into());
         }

@@ -112,13 +112,18 @@ fn default_targets(names: &[String]) -> Option<TargetModules> {
         let suffix = format!(".{wanted}");
         names.iter().any(|name| name.ends_with(&suffix))
     };
-    // From PEFT's table: Phi-2; Llama and related models; GPT-2; BLOOM, Falcon and GPT-NeoX. Each entry begins with the
-    // layers that identify the architecture, since others share the remaining names.
-    let choices: [(&[&str], &[&str]); 4] = [
+    // From PEFT's table: Phi-2; Llama, BART and related models; GPT-2; BLOOM, Falcon and GPT-NeoX; T5; BERT and related
+    // models. Each entry begins with the layers that identify the architecture, since others share the remaining names.
+    let choices: [(&[&str], &[&str]); 6] = [
         (&["v_proj", "mlp.fc1"], &["q_proj", "v_proj", "fc1", "fc2"]),
         (&["q_proj", "v_proj"], &["q_proj", "v_proj"]),
         (&["c_attn"], &["c_attn"]),
         (&["query_key_value"], &["query_key_value"]),
+        (&["SelfAttention.q", "SelfAttention.v"], &["q", "v"]),
+        (
+            &["attention.self.query", "attention.self.value"],
+            &["query", "value"],
+        ),
     ];
     let choice = choices.iter().find(|(known, _)| known.iter().all(has));
     let (_, targets) = choice?;
@@ -226,4 +231,46 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     let unmatched = wanted.into_iter().zip(used).filter(|(_, used)| !used);
     saved.unmatched = unmatched.map(|(name, _)| name.clone()).collect();
     Ok(saved)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn default_targets_are_those_of_pefts_table() {
+        for (layers, expected) in [
+            (
+                vec!["layers.0.self_attn.v_proj", "layers.0.mlp.fc1"],
+                Some(vec!["q_proj", "v_proj", "fc1", "fc2"]),
+            ),
+            (
+                vec![
+                    "model.layers.0.self_attn.q_proj",
+                    "model.layers.0.self_attn.v_proj",
+                ],
+                Some(vec!["q_proj", "v_proj"]),
+            ),
+            (vec!["h.0.attn.c_attn"], Some(vec!["c_attn"])),
+            (
+                vec![
+                    "encoder.block.0.layer.0.SelfAttention.q",
+                    "encoder.block.0.layer.0.SelfAttention.v",
+                ],
+                Some(vec!["q", "v"]),
+            ),
+            (
+                vec![
+                    "bert.encoder.layer.0.attention.self.query",
+                    "bert.encoder.layer.0.attention.self.value",
+                ],
+                Some(vec!["query", "value"]),
+            ),
+            (vec!["layers.0.attn.Wqkv"], None),
+        ] {
+            let names: Vec<String> = layers.into_iter().map(str::to_owned).collect();
+            let expected = expected.map(TargetModules::names);
+            assert_eq!(default_targets(&names), expected, "{names:?}");
+        }
+    }
 }

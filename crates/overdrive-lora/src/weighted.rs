@@ -32,6 +32,9 @@ pub enum Combination {
 /// Adds the adapter `name`, a weighted sum of others (PEFT's `add_weighted_adapter`). It is neither active nor
 /// trainable.
 ///
+/// The default of [`Combination`] is the exact one, [`Combination::Cat`]; PEFT's is `svd`. PEFT's `ties`,
+/// `dare_linear`, `dare_ties` and `magnitude_prune` (also with `_svd`), which drop elements by `density`, are not supported.
+///
 /// Its `lora_alpha` equals its rank, so its scale is 1. Its configuration is otherwise that of the first adapter.
 ///
 /// # Errors

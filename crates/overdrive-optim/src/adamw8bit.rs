@@ -30,9 +30,9 @@ pub struct AdamW8bitConfig {
     /// The number of elements below which a parameter has a float32 state: norms and biases, for which 8
     /// bits save little. Default: 4096.
     pub min_8bit_size: usize,
-    /// The substrings of name components of parameters with a float32 state. Embeddings are the usual ones
-    /// ([`EMBEDDING_NAMES`](crate::EMBEDDING_NAMES)): most of their rows have no gradient in a step, and
-    /// transformers' Trainer keeps them in 32 bits too. Default: none, as in bitsandbytes.
+    /// The substrings of name components (between two dots, whole components) of parameters with a float32
+    /// state. Embeddings are the usual ones ([`EMBEDDING_NAMES`](crate::EMBEDDING_NAMES)): most of their rows have
+    /// no gradient in a step, and transformers' Trainer keeps them in 32 bits too. Default: none, as in bitsandbytes.
     pub full_precision_names: Vec<String>,
     /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,

@@ -2,7 +2,12 @@
 
 use tch::Tensor;
 
+use crate::weight_decay::name_contains;
 use crate::{DecayRule, EMBEDDING_NAMES};
+
+/// The patterns by which the name of a head is recognized, as [`EMBEDDING_NAMES`] are. The head of a masked language
+/// model is called `decoder`, as are whole modules of other models.
+const HEAD_NAMES: [&str; 3] = ["lm_head", ".classifier.", ".score."];
 
 /// A group of parameters that share a learning rate and a weight decay.
 #[derive(Debug)]
@@ -71,7 +76,8 @@ impl DecayRule {
     }
 
     /// Splits parameters as [`groups`](Self::groups) does, with a group `muon` before the others: the decayed matrices
-    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`), which [`Muon`](crate::Muon) is not made for.
+    /// except embeddings ([`EMBEDDING_NAMES`]) and the head (`lm_head`, `classifier`, `score`, and the `decoder` of a
+    /// masked language model), which [`Muon`](crate::Muon) is not made for.
     #[must_use]
     pub fn groups_with_muon(
         &self,
@@ -79,8 +85,10 @@ impl DecayRule {
         weight_decay: f64,
     ) -> Vec<ParamGroup> {
         let is_table = |name: &str| {
-            let mut tables = EMBEDDING_NAMES.into_iter();
-            name.contains("lm_head") || tables.any(|table| name.contains(table))
+            name_contains(name, &EMBEDDING_NAMES)
+                || name_contains(name, &HEAD_NAMES)
+                || name == "decoder.weight"
+                || name.ends_with(".decoder.weight")
         };
         let (matrices, others): (Vec<_>, Vec<_>) =
             named_parameters.into_iter().partition(|(name, tensor)| {

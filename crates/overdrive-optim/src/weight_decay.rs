@@ -1,25 +1,37 @@
 //! The rule that excludes parameters from weight decay.
 
-/// The substrings by which the name of an embedding's table is recognized: `model.embed_tokens.weight` of
-/// Llama and Gemma, `transformer.wte.weight` and `transformer.wpe.weight` of GPT-2.
-pub const EMBEDDING_NAMES: [&str; 3] = ["embed", "wte", "wpe"];
+/// The patterns by which the name of an embedding's table is recognized: `model.embed_tokens.weight` of
+/// Llama and Gemma, `transformer.wte.weight` and `transformer.wpe.weight` of GPT-2, `shared.weight` of T5 and
+/// `model.shared.weight` of BART.
+///
+/// A pattern is a substring of a component of the dotted name; between two dots it is a whole component, so that
+/// `.shared.` is not in `mlp.shared_expert.up_proj.weight`.
+pub const EMBEDDING_NAMES: [&str; 4] = ["embed", "wte", "wpe", ".shared."];
 
-/// Returns `true` if a component of a dotted parameter name contains one of `patterns`, in any case.
-pub(crate) fn name_contains(name: &str, patterns: &[String]) -> bool {
+/// Returns `true` if a component of a dotted parameter name contains one of `patterns`, in any case, or equals one that
+/// is between two dots.
+pub(crate) fn name_contains<S: AsRef<str>>(name: &str, patterns: &[S]) -> bool {
     // Checkpoints write `LayerNorm` as well as `layer_norm`.
     let name = name.to_lowercase();
-    name.split('.').any(|component| {
-        let mut patterns = patterns.iter();
-        patterns.any(|pattern| component.contains(&pattern.to_lowercase()))
+    patterns.iter().any(|pattern| {
+        let pattern = pattern.as_ref().to_lowercase();
+        let whole = pattern
+            .strip_prefix('.')
+            .and_then(|rest| rest.strip_suffix('.'));
+        name.split('.').any(|component| match whole {
+            Some(whole) => component == whole,
+            None => component.contains(&pattern),
+        })
     })
 }
 
 /// The rule that excludes parameters from weight decay.
 ///
 /// A parameter is excluded if it has fewer than `min_decay_dim` dimensions, or if a component of its dotted name
-/// contains one of `no_decay_names` (case-insensitive): `model.layers.0.input_layernorm.weight` contains `norm`. The
-/// default is the rule of transformers (`get_decay_parameter_names`): biases and norms are excluded, and embeddings
-/// decay, including one that the head shares.
+/// contains one of `no_decay_names` (case-insensitive; a name between two dots is a whole component):
+/// `model.layers.0.input_layernorm.weight` contains `norm`. The default is the rule of transformers
+/// (`get_decay_parameter_names`): biases and norms are excluded, and embeddings decay, including one that the head
+/// shares.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DecayRule {
     /// The minimum number of dimensions of a decayed parameter. Default: 2, which excludes biases and the

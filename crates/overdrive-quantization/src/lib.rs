@@ -70,7 +70,7 @@ pub use constructors::GroupedParts;
 pub use error::{Error, Result};
 pub use format::{
     AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, Fp8Config, GptqConfig,
-    ModelOptConfig, Mxfp4Config, QuantizationArgs, QuantizationConfig, TensorSource,
+    ModelOptConfig, Mxfp4Config, QuantizationArgs, QuantizationConfig, TensorSource, skips_modules,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufTensorInfo, GgufType, GgufValue, GgufWriter};
 pub use linear::{joint_linear, joint_linear_into, linear};

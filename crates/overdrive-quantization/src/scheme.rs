@@ -15,11 +15,11 @@ pub enum Scheme {
     Int8Dynamic,
     /// 8-bit integers with one scale for each output; activations stay floating-point.
     Int8WeightOnly,
-    /// 8-bit integers with one scale for each output; columns of activations with a magnitude beyond the
+    /// 8-bit integers with one scale for each output; columns of activations with a magnitude of at least the
     /// threshold are multiplied in full precision (bitsandbytes' `load_in_8bit`; LLM.int8, Dettmers et al. 2022,
     /// arXiv:2208.07339).
     LlmInt8 {
-        /// The magnitude beyond which a column is an outlier; default 6.0. With 0, as in bitsandbytes, or infinity
+        /// The magnitude from which on a column is an outlier; default 6.0. With 0, as in bitsandbytes, or infinity
         /// there are no outliers.
         threshold: f64,
     },

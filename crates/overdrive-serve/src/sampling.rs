@@ -33,6 +33,15 @@ const UNSUPPORTED: &[&str] = &[
     "logits_processors",
     "return_token_ids",
     "return_tokens_as_token_ids",
+    "thinking_token_budget",
+    "repetition_detection",
+    "logprob_token_ids",
+    "vllm_xargs",
+    "cache_salt",
+    "watermarking",
+    "prompt_embeds",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
 ];
 
 #[derive(Debug, Deserialize)]
@@ -67,7 +76,11 @@ pub(crate) struct Sampling {
 impl Sampling {
     pub(crate) fn take(fields: &mut Fields, shared: &Shared) -> ApiResult<Sampling> {
         fields.refuse(UNSUPPORTED)?;
-        for name in ["skip_special_tokens", "include_reasoning"] {
+        for name in [
+            "skip_special_tokens",
+            "include_reasoning",
+            "spaces_between_special_tokens",
+        ] {
             if fields.take(name)? == Some(false) {
                 let message =
                     format!("`{name}` is false, and this server does not support it; leave it out");

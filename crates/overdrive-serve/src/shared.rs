@@ -36,7 +36,9 @@ impl ServedModel {
     /// Returns a model of this name. Requests can also name the [adapters](EngineHandle::adapters) of the engine; all
     /// share the tokenizer, the template and the configuration. `tokenizer` is the engine's; its truncation and
     /// padding do not change prompts. `config` has the end-of-text tokens and the defaults of the sampling options.
-    /// Like OpenAI's and vLLM's servers, this one samples unless the temperature is 0, whatever `do_sample` says.
+    /// Like OpenAI's and vLLM's servers, this one samples unless the temperature is 0, whatever `do_sample` says. Those
+    /// servers sample from all tokens: for that, set `top_k` to 0 in a configuration whose files have no `top_k` of
+    /// their own, since the default of [`GenerationConfig`] is transformers' 50.
     pub fn new(
         name: impl Into<Arc<str>>,
         tokenizer: Arc<Tokenizer>,

@@ -111,13 +111,15 @@ pub fn is_out_of_memory(error: &(dyn std::error::Error + 'static)) -> bool {
 }
 
 /// Searches for the messages of libtorch's allocators (CUDA's and Overdrive's CPU allocator, then libtorch's
-/// own CPU allocator), of cuBLAS and of cuDNN.
+/// own CPU allocator), of cuBLAS and of cuDNN. cuDNN also reports a lack of memory for its workspace as
+/// "not supported", which Accelerate's `should_reduce_batch_size` takes for one too.
 fn says_out_of_memory(message: &str) -> bool {
-    const WORDS: [&str; 4] = [
+    const WORDS: [&str; 5] = [
         "out of memory",
         "DefaultCPUAllocator: can't allocate memory",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CUDNN_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_NOT_SUPPORTED",
     ];
     WORDS.iter().any(|words| message.contains(words))
 }

@@ -19,6 +19,7 @@ fn allocated() -> u64 {
 
 #[test]
 fn the_cpu_allocator_counts_caches_and_limits() {
+    what_cudnn_says_without_memory_is_a_lack_of_memory();
     counts_live_and_peak_bytes();
     a_freed_block_serves_the_next_tensor_of_its_size();
     a_limit_is_an_out_of_memory_error_and_nothing_is_lost();
@@ -96,6 +97,20 @@ fn a_limit_is_an_out_of_memory_error_and_nothing_is_lost() {
         .unwrap_err()
         .to_string();
     assert!(cuda.contains("it must be Cpu"), "{cuda}");
+}
+
+fn what_cudnn_says_without_memory_is_a_lack_of_memory() {
+    for (message, expected) in [
+        (
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear",
+            true,
+        ),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", true),
+        ("cuDNN error: CUDNN_STATUS_BAD_PARAM", false),
+    ] {
+        let error = tch::TchError::Torch(message.to_owned());
+        assert_eq!(is_out_of_memory(&error), expected, "{message}");
+    }
 }
 
 fn stats() -> memory::MemoryStats {

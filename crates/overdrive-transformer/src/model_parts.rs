@@ -116,15 +116,14 @@ pub(crate) trait ModelParts: AdapterHost {
     /// Quantizes the dense weights that `options` name, in place.
     fn quantize_layers(&mut self, options: &QuantizeOptions, pack: Pack<'_>) -> Result<()> {
         let (specs, tied) = (self.specs(), self.tied_head());
-        let wanted: HashMap<&str, (&ParameterSpec, Scheme)> = specs
-            .iter()
-            .filter_map(|spec| {
-                let scheme = options.scheme_of(spec, tied.is_some())?;
+        let mut wanted: HashMap<&str, (&ParameterSpec, Scheme)> = HashMap::new();
+        for spec in &specs {
+            if let Some(scheme) = options.scheme_of(spec, tied.is_some())? {
                 // A tied head and the table are one weight.
                 let layer = tied.filter(|_| is_embedding(spec));
-                Some((layer.unwrap_or(spec.module()), (spec, scheme)))
-            })
-            .collect();
+                wanted.insert(layer.unwrap_or(spec.module()), (spec, scheme));
+            }
+        }
         let all = std::mem::take(self.dense_mut());
         let order: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
         let mut dense: HashMap<String, Tensor> = all.into_iter().collect();

@@ -1,7 +1,7 @@
 use std::collections::HashMap;
 
 use overdrive_nn::{AdapterHost, LinearWeight};
-use overdrive_quantization::{Activations, QuantizedWeight, Scheme, adjacent};
+use overdrive_quantization::{Activations, QuantizedWeight, Scheme, adjacent, skips_modules};
 use tch::{Kind, TchError, Tensor};
 
 use crate::causal_lm::CausalLm;
@@ -21,8 +21,8 @@ pub struct QuantizeOptions {
     /// The scheme of the head; default `None`: it stays dense. A tied head and the embedding become one
     /// quantized table, whose rows are dequantized when they are looked up.
     pub head: Option<Scheme>,
-    /// The layers that stay dense: those whose name is one of these or ends with `.` and one of these
-    /// (transformers' `llm_int8_skip_modules`).
+    /// The layers that stay dense, in the form of transformers' `llm_int8_skip_modules` ([`skips_modules`]): the
+    /// beginnings of names up to a dot, the ends of names, or regular expressions. Default: none.
     pub skip_modules: Vec<String>,
 }
 
@@ -50,16 +50,15 @@ impl QuantizeOptions {
 
     /// Returns the scheme of a parameter, or `None` if it stays dense. `tied` is `true` if the head is the
     /// embedding.
-    pub(crate) fn scheme_of(&self, spec: &ParameterSpec, tied: bool) -> Option<Scheme> {
-        let module = spec.module();
-        let skipped = |name: &String| {
-            let rest = module.strip_suffix(name.as_str());
-            rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        if self.skip_modules.iter().any(skipped) {
-            return None;
+    ///
+    /// # Errors
+    /// [`Error::Quantization`](crate::Error::Quantization) for an entry of `skip_modules` that is not a regular
+    /// expression.
+    pub(crate) fn scheme_of(&self, spec: &ParameterSpec, tied: bool) -> Result<Option<Scheme>> {
+        if skips_modules(&self.skip_modules, spec.module())? {
+            return Ok(None);
         }
-        match spec.role {
+        Ok(match spec.role {
             ParameterRole::Linear | ParameterRole::Conv1d => Some(self.scheme),
             ParameterRole::Head => self.head,
             ParameterRole::Embedding if tied => self.head,
@@ -68,7 +67,7 @@ impl QuantizeOptions {
             | ParameterRole::Expansion
             | ParameterRole::LayerInputs
             | ParameterRole::Other => None,
-        }
+        })
     }
 }
 

@@ -12,9 +12,10 @@ const GROUP: usize = 50;
 
 /// Batches of records of similar length, which need little padding: Hugging Face's `group_by_length`.
 ///
-/// The records of an epoch are shuffled and divided into groups of 50 batches, as in transformers; each group is
-/// sorted, longest first, and divided into batches. The longest record of all is in the first batch, so that a lack
-/// of memory shows at once. Only groups are sorted: no list of all records is kept.
+/// The records of an epoch are shuffled and divided into groups of 50 batches, as in transformers, whose Trainer counts
+/// a batch as all records of an optimizer step (with `gradient_accumulation_steps`) and here is a micro-batch; each
+/// group is sorted, longest first, and divided into batches. The longest record of all is in the first batch, so that
+/// a lack of memory shows at once. Only groups are sorted: no list of all records is kept.
 ///
 /// The length of the groups is part of a loader's state ([`crate::LoaderState::group_len`]), so that a run that resumes
 /// with another batch size reads the records in the order in which it began.

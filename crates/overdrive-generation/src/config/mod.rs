@@ -79,8 +79,8 @@ pub struct GenerationConfig {
     pub temperature: f64,
     /// The number of likeliest tokens from which one is sampled; 0 means all. Default 50.
     pub top_k: usize,
-    /// Samples from the smallest set of tokens whose probabilities sum to at least `top_p`, in (0, 1]. Default
-    /// 1: all (Holtzman et al. 2019, arXiv:1904.09751).
+    /// Samples from the smallest set of tokens whose probabilities sum to at least `top_p`, in [0, 1]; with 0 only
+    /// the likeliest token stays. Default 1: all (Holtzman et al. 2019, arXiv:1904.09751).
     pub top_p: f64,
     /// Samples among tokens at least `min_p` times as likely as the likeliest, in [0, 1]. Default
     /// `None` (Nguyen et al. 2024, arXiv:2407.01082).

@@ -40,8 +40,9 @@ impl GenerationConfig {
         let cut = |x: f64| (0.0..1.0).contains(&x);
         let t = self.temperature;
         check(from_0(t), "temperature", t, "0 (greedy) or positive")?;
+        let (p, expected) = (self.top_p, "between 0 (one token) and 1 (off)");
+        check((0.0..=1.0).contains(&p), "top_p", p, expected)?;
         let one = "above 0 and at most 1 (off)";
-        check(share(self.top_p), "top_p", self.top_p, one)?;
         check(share(self.typical_p), "typical_p", self.typical_p, one)?;
         let h = self.top_h.unwrap_or(1.0);
         check(share(h), "top_h", h, "above 0 and at most 1")?;

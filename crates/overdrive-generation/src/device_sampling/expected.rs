@@ -107,7 +107,8 @@ impl Found {
                 k => most.min(k as i64) - 1,
             };
             let top_p = match cut.top_p {
-                p if p < 1.0 => p,
+                // Above 0, because one token always stays.
+                p if p < 1.0 => p.max(f64::MIN_POSITIVE),
                 _ => f64::INFINITY,
             };
             let with_total = f64::from(u8::from(plan.with_total));

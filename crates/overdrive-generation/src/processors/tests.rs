@@ -57,6 +57,15 @@ fn one_token_stays_whatever_the_cut() {
             ..sampled()
         },
         GenerationConfig {
+            top_p: 0.0,
+            ..sampled()
+        },
+        GenerationConfig {
+            top_p: 0.0,
+            top_k: 2,
+            ..sampled()
+        },
+        GenerationConfig {
             top_k: 1,
             ..sampled()
         },
@@ -78,6 +87,7 @@ fn one_token_stays_whatever_the_cut() {
             ..sampled()
         },
     ] {
+        config.validate().unwrap();
         let scores = processed(vec![0.1, 2.0, -1.0, 0.3], &[], 0, &config);
         let left: Vec<_> = (0..4).filter(|&id| scores[id].is_finite()).collect();
         assert_eq!(left, [1], "{config:?}");

@@ -356,11 +356,11 @@ fn bad_prompts_and_configurations_are_refused_with_their_reason() {
             refused(
                 &ok(),
                 GenerationConfig {
-                    top_p: 0.0,
+                    top_p: -0.1,
                     ..greedy(1)
                 },
             ),
-            "`top_p` is 0",
+            "`top_p` is -0.1",
         ),
         (
             refused(

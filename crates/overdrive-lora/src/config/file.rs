@@ -11,11 +11,12 @@ use crate::{Error, Result};
 
 /// Keys whose value is ignored: they describe the writer of the file, or depend on a key that is not set. Every
 /// other key that is not read must be at its default: null, false, or empty.
-const INDIFFERENT: [&str; 8] = [
+const INDIFFERENT: [&str; 9] = [
     "auto_mapping",
     // Options of data-based initialization, which matter only when an adapter is initialized.
     "corda_config",
     "eva_config",
+    "lora_ga_config",
     // Read with `init_lora_weights`; ignored for the other methods, as in PEFT.
     "loftq_config",
     "megatron_core",

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::Result;
 
 /// The values of `init_lora_weights`.
-const ALLOWED: &str = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\", \"pissa_niter_N\", \"loftq\", \"eva\" or \"corda\"";
+const ALLOWED: &str = "true, false, \"gaussian\", \"orthogonal\", \"olora\", \"pissa\", \"pissa_niter_N\", \"loftq\", \"eva\", \"corda\", \"mica\" or \"lora_ga\"";
 
 /// The initial values of A and B (`init_lora_weights`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -40,6 +40,13 @@ pub enum InitLoraWeights {
     /// (Yang et al. 2024, arXiv:2406.05223). Only for loading adapters over the residual weights: see
     /// [`LoadAdapterOptions::residual_base`](crate::LoadAdapterOptions::residual_base).
     Corda,
+    /// `"mica"`: B from the singular vectors of the weight's smallest singular values, A zero. Only for loading frozen
+    /// adapters: PEFT trains A alone, and this crate both.
+    Mica,
+    /// `"lora_ga"`: A and B from the singular vectors of the weight's gradient; the adapter is subtracted from the
+    /// weight (Wang et al. 2024, arXiv:2407.05000). Only for loading adapters over the residual weights: see
+    /// [`LoadAdapterOptions::residual_base`](crate::LoadAdapterOptions::residual_base).
+    LoraGa,
 }
 
 /// The options of [`InitLoraWeights::Loftq`]: PEFT's `loftq_config`.
@@ -79,6 +86,7 @@ impl InitLoraWeights {
                 | InitLoraWeights::PissaFast(_)
                 | InitLoraWeights::Loftq(_)
                 | InitLoraWeights::Corda
+                | InitLoraWeights::LoraGa
         )
     }
 
@@ -120,6 +128,8 @@ impl InitLoraWeights {
                 "loftq" => loftq_config(loftq).map(InitLoraWeights::Loftq),
                 "eva" => Ok(InitLoraWeights::Eva),
                 "corda" => Ok(InitLoraWeights::Corda),
+                "mica" => Ok(InitLoraWeights::Mica),
+                "lora_ga" => Ok(InitLoraWeights::LoraGa),
                 other => match other.strip_prefix("pissa_niter_") {
                     Some(rounds) => {
                         let rounds = rounds.parse().map_err(|_| refused())?;
@@ -162,6 +172,8 @@ impl fmt::Display for InitLoraWeights {
             InitLoraWeights::Loftq(_) => f.write_str("loftq"),
             InitLoraWeights::Eva => f.write_str("eva"),
             InitLoraWeights::Corda => f.write_str("corda"),
+            InitLoraWeights::Mica => f.write_str("mica"),
+            InitLoraWeights::LoraGa => f.write_str("lora_ga"),
         }
     }
 }

@@ -108,6 +108,12 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     if options.trainable {
         refuse_halves(host, &config)?;
         refuse_tokens(&config)?;
+        overdrive_core::check_option(
+            config.init_lora_weights != InitLoraWeights::Mica,
+            "init_lora_weights",
+            "\"mica\"",
+            "another method for an adapter that is trained, because PEFT trains only A of this one; it can be loaded frozen",
+        )?;
     }
     let wanted = expected(host, &config, &layers, &saved, &places)?;
     let stored = fit(&file, stored, problems, &wanted, host, &config)?;
@@ -115,12 +121,13 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
         // The file's values overwrite the random ones; the default method draws the fewest.
         init_lora_weights: match config.init_lora_weights {
             _ if options.residual_base => InitLoraWeights::Default,
-            InitLoraWeights::Corda => {
+            method @ (InitLoraWeights::Corda | InitLoraWeights::LoraGa) => {
                 let expected = "another method, unless the model has the residual weights: load these with \
                                 `residual_base`, or with `init_lora_weights` true in adapter_config.json; or \
                                 convert the adapter with PEFT (`path_initial_model_for_weight_conversion`)";
                 let option = "init_lora_weights";
-                return Err(overdrive_core::Error::option(option, "\"corda\"", expected).into());
+                let found = format!("\"{method}\"");
+                return Err(overdrive_core::Error::option(option, found, expected).into());
             }
             own if own.changes_base() => own,
             _ => InitLoraWeights::Default,

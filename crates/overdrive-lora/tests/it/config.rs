@@ -152,6 +152,11 @@ fn the_options_of_initializations_are_read_with_their_method() {
             r#"{"init_lora_weights": "corda", "corda_config": {"corda_method": "kpm"}}"#,
             InitLoraWeights::Corda,
         ),
+        (
+            r#"{"init_lora_weights": "lora_ga", "lora_ga_config": {"direction": "ArB2r"}}"#,
+            InitLoraWeights::LoraGa,
+        ),
+        (r#"{"init_lora_weights": "mica"}"#, InitLoraWeights::Mica),
         // PEFT ignores the options of another method.
         (
             r#"{"init_lora_weights": true, "loftq_config": {"loftq_bits": 2}}"#,

@@ -50,6 +50,50 @@ fn forward(host: &Host) -> Vec<Tensor> {
 }
 
 #[test]
+fn adapters_of_mica_and_lora_ga_load_as_plain_ones_where_they_are() {
+    let config = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q_proj", "v_proj"])),
+        ..LoraConfig::default()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let expected = forward(&saved(&config, folder.path()));
+    let file = folder.path().join("adapter_config.json");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let plain = "\"init_lora_weights\": true";
+    assert!(text.contains(plain), "{text}");
+    let load = |method: &str, options: &LoadAdapterOptions| {
+        let named = text.replace(plain, &format!("\"init_lora_weights\": \"{method}\""));
+        std::fs::write(&file, named).unwrap();
+        let mut host = host();
+        let loaded = load_adapter(&mut host, folder.path(), "mine", options);
+        loaded.map(|_| forward(&host))
+    };
+    let frozen = LoadAdapterOptions::default();
+    let trainable = LoadAdapterOptions {
+        trainable: true,
+        ..LoadAdapterOptions::default()
+    };
+    let residual = LoadAdapterOptions {
+        residual_base: true,
+        ..LoadAdapterOptions::default()
+    };
+    assert_eq!(load("mica", &frozen).unwrap(), expected);
+    assert_eq!(load("lora_ga", &residual).unwrap(), expected);
+    let message = load("mica", &trainable).unwrap_err().to_string();
+    assert!(
+        message.starts_with("`init_lora_weights` is \"mica\"") && message.contains("frozen"),
+        "{message}"
+    );
+    let message = load("lora_ga", &frozen).unwrap_err().to_string();
+    assert!(
+        message.starts_with("`init_lora_weights` is \"lora_ga\"")
+            && message.contains("residual_base"),
+        "{message}"
+    );
+}
+
+#[test]
 fn a_saved_adapter_loads_into_another_model_bit_for_bit() {
     let plain = LoraConfig {
         r: 4,

@@ -14,6 +14,8 @@ fn biases_and_norms_are_not_decayed_and_embeddings_by_choice() {
         "model.embed_tokens.weight",
         "transformer.wte.weight",
         "transformer.wpe.weight",
+        "shared.weight",
+        "model.shared.weight",
     ] {
         assert!(rule.decays(name, 2), "{name}");
         assert!(!exempting.decays(name, 2), "{name}");
@@ -22,6 +24,7 @@ fn biases_and_norms_are_not_decayed_and_embeddings_by_choice() {
         ("model.layers.0.self_attn.q_proj.weight", 2),
         ("lm_head.weight", 2),
         ("h.0.attn.c_attn.weight", 2),
+        ("layers.0.mlp.shared_expert.up_proj.weight", 2),
     ] {
         assert!(rule.decays(name, dim), "{name}");
         assert!(exempting.decays(name, dim), "{name}");
@@ -37,6 +40,38 @@ fn biases_and_norms_are_not_decayed_and_embeddings_by_choice() {
         assert!(!rule.decays(name, dim), "{name}");
     }
     assert!(DecayRule::by_dimension().decays("experts.bias", 2));
+}
+
+#[test]
+fn muon_gets_neither_embeddings_nor_heads_of_any_architecture() {
+    let matrices = [
+        "decoder.block.0.layer.0.SelfAttention.q.weight",
+        "layers.0.mlp.shared_expert.up_proj.weight",
+    ];
+    let others = [
+        "classifier.weight",
+        "cls.predictions.decoder.weight",
+        "decoder.weight",
+        "lm_head.decoder.weight",
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.shared.weight",
+        "score.weight",
+        "shared.weight",
+    ];
+    let weight = || Tensor::zeros([2, 2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let all = matrices.into_iter().chain(others);
+    let named = all.map(|name| (name.to_owned(), weight()));
+    let groups = DecayRule::default().groups_with_muon(named, 0.1);
+    let names = |group: &ParamGroup| {
+        let names = group.parameters.iter().map(|(name, _)| name.clone());
+        (group.name.clone(), names.collect::<Vec<_>>())
+    };
+    let found: Vec<_> = groups.iter().map(names).collect();
+    let expected = [("muon", &matrices[..]), ("decay", &others[..])];
+    let owned = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let expected = expected.map(|(group, names)| (group.to_owned(), owned(names)));
+    assert_eq!(found, expected);
 }
 
 #[test]

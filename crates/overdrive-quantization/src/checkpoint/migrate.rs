@@ -101,7 +101,7 @@ impl Migrations {
         collector: &InputCollector,
         migration: Migration,
         scheme: Scheme,
-        is_quantized: impl Fn(&str) -> bool,
+        is_quantized: impl Fn(&str) -> Result<bool>,
     ) -> Result<Migrations> {
         let mut found = Migrations::default();
         let model_type = source.model_type();
@@ -119,10 +119,11 @@ impl Migrations {
                     .iter()
                     .map(|name| format!("{prefix}.{name}"))
                     .collect();
-                if !layers
-                    .iter()
-                    .all(|name| is_quantized(name) && source.has(&format!("{name}.weight")))
-                {
+                let mut fits = true;
+                for name in &layers {
+                    fits = fits && is_quantized(name)? && source.has(&format!("{name}.weight"));
+                }
+                if !fits {
                     continue;
                 }
                 let Some(statistics) = collector.get(&layers[0]) else {

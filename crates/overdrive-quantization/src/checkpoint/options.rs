@@ -2,8 +2,8 @@ use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::Scheme;
 use crate::calibrate::{CalibrationOptions, InputCollector, Migration};
+use crate::{Result, Scheme, skips_modules};
 
 /// The options of [`quantize_checkpoint`](crate::quantize_checkpoint).
 #[derive(Debug, Clone)]
@@ -13,8 +13,8 @@ pub struct CheckpointOptions {
     pub head: Option<Scheme>,
     /// The scheme of the embedding; default `None`: it stays dense.
     pub embedding: Option<Scheme>,
-    /// The linear layers that stay dense: those whose name is one of these or ends with `.` and one of these, as
-    /// in transformers' `llm_int8_skip_modules`; default none.
+    /// The linear layers that stay dense, in the form of transformers' `llm_int8_skip_modules`
+    /// ([`skips_modules`](crate::skips_modules)); default none.
     pub skip_modules: Vec<String>,
     /// A filter of the linear layers by name; default: all are quantized.
     pub filter: Option<Filter>,
@@ -50,12 +50,9 @@ impl Default for CheckpointOptions {
 
 impl CheckpointOptions {
     /// Returns `true` if the linear layer `module` is quantized.
-    pub(super) fn includes(&self, module: &str) -> bool {
-        let skipped = self.skip_modules.iter().any(|name| {
-            let rest = module.strip_suffix(name.as_str());
-            rest.is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        });
-        !skipped && self.filter.as_ref().is_none_or(|filter| (filter.0)(module))
+    pub(super) fn includes(&self, module: &str) -> Result<bool> {
+        let skipped = skips_modules(&self.skip_modules, module)?;
+        Ok(!skipped && self.filter.as_ref().is_none_or(|filter| (filter.0)(module)))
     }
 }
 

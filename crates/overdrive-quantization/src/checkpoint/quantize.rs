@@ -167,23 +167,28 @@ impl<'a> Job<'a> {
     }
 
     /// Returns the scheme of a tensor, or `None` if it stays dense.
-    fn scheme_of(&self, stored: &StoredTensor<'_>) -> Option<Scheme> {
-        let module = stored.name().strip_suffix(".weight")?;
+    fn scheme_of(&self, stored: &StoredTensor<'_>) -> Result<Option<Scheme>> {
+        let Some(module) = stored.name().strip_suffix(".weight") else {
+            return Ok(None);
+        };
         let options = self.options;
-        match self.role(stored) {
+        let role = self.role(stored);
+        if matches!(role, Role::Other) || !options.includes(module)? {
+            return Ok(None);
+        }
+        Ok(match role {
             Role::Other => None,
-            _ if !options.includes(module) => None,
             Role::Linear { .. } => Some(self.scheme),
             Role::Head => options.head,
             Role::Embedding if self.source.is_tied() => options.embedding.or(options.head),
             Role::Embedding => options.embedding,
-        }
+        })
     }
 
     /// Checks the shape of each tensor that gets a scheme.
     fn check_shapes(&self) -> Result<()> {
         for stored in &self.source.tensors() {
-            let Some(scheme) = self.scheme_of(stored) else {
+            let Some(scheme) = self.scheme_of(stored)? else {
                 continue;
             };
             let inputs = match self.role(stored) {
@@ -205,7 +210,7 @@ impl<'a> Job<'a> {
             Some(change) => change.apply(&tensor),
             None => Ok(tensor),
         };
-        let Some(scheme) = self.scheme_of(stored) else {
+        let Some(scheme) = self.scheme_of(stored)? else {
             let tensor = changed(stored.copy_to_tensor(None, Device::Cpu)?)?;
             let quantized = Quantized {
                 tensors: vec![(name.to_owned(), tensor)],

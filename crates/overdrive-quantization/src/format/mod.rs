@@ -33,5 +33,6 @@ pub use config::QuantizationConfig;
 pub use fp8::Fp8Config;
 pub use gptq::GptqConfig;
 pub use modelopt::ModelOptConfig;
+pub use module_patterns::skips_modules;
 pub use mxfp4::Mxfp4Config;
 pub use source::TensorSource;

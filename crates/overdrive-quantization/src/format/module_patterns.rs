@@ -36,8 +36,19 @@ pub(super) fn names_module(entry: &str, module: &str) -> Result<bool> {
     NamePattern::new(entry)?.matches(module)
 }
 
-/// Returns `true` if an entry of transformers' lists of modules to skip matches a module: as a regular
-/// expression for the beginning of its name up to a dot or its end, or literally for the end of its name.
+/// Returns `true` if an entry of `llm_int8_skip_modules`, or of another of transformers' lists of modules that stay
+/// dense, matches the module of this name, such as `model.layers.0.mlp.up_proj`.
+///
+/// As in transformers, an entry matches as a regular expression for the beginning of the name up to a dot or its end
+/// (`model.layers.0`, `model.layers.*.mlp`), or literally as the end of the name (`up_proj`).
+///
+/// # Errors
+/// [`Error::Common`] for an entry that is not a regular expression, if it is not the end of the name.
+pub fn skips_modules(entries: &[String], module: &str) -> Result<bool> {
+    any(entries, module, skips_module)
+}
+
+/// Returns `true` if one entry of such a list matches a module.
 pub(super) fn skips_module(entry: &str, module: &str) -> Result<bool> {
     if module.ends_with(entry) {
         return Ok(true);

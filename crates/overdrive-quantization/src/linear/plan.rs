@@ -8,7 +8,7 @@ use crate::{Activations, QuantizedWeight, Scheme};
 pub(super) enum Plan {
     /// Activations in 8 bits, with one scale for each row.
     Int8,
-    /// The same, with columns beyond a threshold in full precision (`LLM.int8()`).
+    /// The same, with columns that reach a threshold in full precision (`LLM.int8()`).
     Split(f64),
     /// Activations as integers with a scale for each group of inputs, by the kernels of 4 bits.
     ByGroup,

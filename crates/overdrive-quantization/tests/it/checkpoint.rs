@@ -233,7 +233,9 @@ fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let calls = Arc::clone(&seen);
     let options = CheckpointOptions {
-        skip_modules: vec!["down_proj".to_owned()],
+        skip_modules: ["down_proj", "model.layers.0.self_attn"]
+            .map(str::to_owned)
+            .to_vec(),
         filter: Some(Filter::new(|name| !name.starts_with("model.layers.2."))),
         max_shard_bytes: 20_000,
         progress: Some(Progress::new(move |done, all| {
@@ -243,10 +245,11 @@ fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     };
     let out = folder.path().join("out");
     let report = quantize_checkpoint(&dir, &out, "nf4".parse().unwrap(), &options).unwrap();
-    assert_eq!(report.quantized().count(), 2 * 6);
+    assert_eq!(report.quantized().count(), 2 + 6);
     let (_, layout) = read_config(&out);
     for (module, quantized) in [
-        ("model.layers.0.self_attn.q_proj", true),
+        ("model.layers.0.self_attn.q_proj", false),
+        ("model.layers.1.self_attn.q_proj", true),
         ("model.layers.0.mlp.down_proj", false),
         ("model.layers.2.self_attn.q_proj", false),
     ] {

@@ -300,6 +300,47 @@ fn wrong_fields_are_named_with_their_value_and_range() {
             "does not support",
         ),
         (
+            json!({"spaces_between_special_tokens": false}),
+            "spaces_between_special_tokens",
+            "does not support",
+        ),
+        (
+            json!({"thinking_token_budget": 10}),
+            "thinking_token_budget",
+            "does not support",
+        ),
+        (
+            json!({"repetition_detection": {"max_pattern_size": 4}}),
+            "repetition_detection",
+            "does not support",
+        ),
+        (
+            json!({"logprob_token_ids": [1]}),
+            "logprob_token_ids",
+            "does not support",
+        ),
+        (
+            json!({"vllm_xargs": {"a": 1}}),
+            "vllm_xargs",
+            "does not support",
+        ),
+        (json!({"cache_salt": "a"}), "cache_salt", "does not support"),
+        (
+            json!({"watermarking": true}),
+            "watermarking",
+            "does not support",
+        ),
+        (
+            json!({"prompt_embeds": "AAAA"}),
+            "prompt_embeds",
+            "does not support",
+        ),
+        (
+            json!({"media_io_kwargs": {"video": {}}}),
+            "media_io_kwargs",
+            "does not support",
+        ),
+        (
             json!({"include_reasoning": false}),
             "include_reasoning",
             "does not support",
@@ -334,7 +375,7 @@ fn wrong_fields_are_named_with_their_value_and_range() {
     }
     // Neutral values, and fields that only OpenAI's service reads, change nothing.
     let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1,
-        "skip_special_tokens": true, "guided_json": null});
+        "skip_special_tokens": true, "guided_json": null, "spaces_between_special_tokens": true});
     assert_eq!(post(server.address, "/v1/completions", &body).status, 200);
     server.check_empty();
 }

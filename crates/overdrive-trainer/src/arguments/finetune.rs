@@ -31,13 +31,20 @@ options! {
     /// | `lora_r`, `lora_alpha`, `lora_dropout` | 16, 32, 0.05 | the same in TRL |
     /// | `learning_rate` | 2e-4 | 2e-5 in TRL, which recommends ten times that for LoRA |
     /// | `max_seq_length` (`max_length`) | 1024, at most the model's context | 1024 |
-    /// | `bnb_4bit_quant_type` | `fp4` | the same in transformers |
+    /// | `bnb_4bit_quant_type` | `fp4` | the same in transformers, `nf4` in TRL |
+    /// | `use_peft` | true | false in TRL |
+    /// | `bf16` | false | true in TRL unless `fp16` is set |
+    /// | `gradient_checkpointing` | false | true in TRL |
+    /// | `router_aux_loss_coef` | not supported: no auxiliary loss of routers is added | 0.001 in TRL |
+    /// | `packing_strategy: wrapped` | a token attends only to its own example | to the whole row in TRL |
     /// | `assistant_only_loss` | true | false |
     /// | `logging_steps` | 10 | the same in TRL |
     /// | `dataloader_num_workers` | 1 | 0: a worker is a process in PyTorch, but a thread here |
     ///
     /// `packing`, `padding_free`, `group_by_length`, `remove_duplicates` and the keys of the loader are those of
-    /// [`TrainingArguments`]; an example takes the role of a document.
+    /// [`TrainingArguments`]; an example takes the role of a document. Records of plain `prompt` and `completion` are
+    /// formatted with the model's chat template if it has one; TRL concatenates them, with the end-of-text token
+    /// behind.
     #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
     #[serde(default, deny_unknown_fields)]
     pub struct FinetuneArguments, keys FINETUNE in "" {
@@ -52,30 +59,30 @@ options! {
             /// The maximum number of records. Default: all.
             max_train_samples: Option<usize> = None => FINETUNE("N", range: AtLeast(1));
             /// What to do with an invalid record. Default `stop`.
-            on_bad_record: OnBadRecord = OnBadRecord::default() => FINETUNE("NAME", harmless: Only("\"stop\""));
+            on_bad_record: OnBadRecord = OnBadRecord::default() => FINETUNE("NAME", harmless: Only(&["\"stop\""]));
         }
         "Records" => {
             /// If `true`, compute the loss on the response only, not on the prompt. Default `true`.
-            completion_only_loss: bool = true => FINETUNE("", harmless: Only("false"));
+            completion_only_loss: bool = true => FINETUNE("", harmless: Only(&["false"]));
             /// If `true`, compute the loss on the assistant's messages of a conversation only. Default `true`; `false`
             /// in TRL.
-            assistant_only_loss: bool = true => FINETUNE("", harmless: Only("false"));
+            assistant_only_loss: bool = true => FINETUNE("", harmless: Only(&["false"]));
             /// The chat template instead of the model's: a .jinja file, or the folder of a model. Default: the model's.
             chat_template_path: Option<PathBuf> = None => FINETUNE("PATH");
             /// If `true`, use the model's chat template if it has one. Default `true`.
-            apply_chat_template: bool = true => FINETUNE("", harmless: Only("false"));
+            apply_chat_template: bool = true => FINETUNE("", harmless: Only(&["false"]));
             /// The format of a prompt without a chat template. Default `{prompt}`.
             prompt_template: String = "{prompt}".to_owned() => FINETUNE("TEXT");
         }
         "Evaluation and snapshots" => {
             /// If `true`, also write the model with the adapter merged into it, to `merged/`. Default `false`.
-            merge: bool = false => FINETUNE("", harmless: Only("false"));
+            merge: bool = false => FINETUNE("", harmless: Only(&["false"]));
         }
         "Adapters" => {
             /// If `true`, train adapters and freeze the model's weights; if `false`, train all weights. Default `true`.
-            use_peft: bool = true => FINETUNE("", spellings: &["use_lora"], harmless: Only("false"));
+            use_peft: bool = true => FINETUNE("", spellings: &["use_lora"], harmless: Only(&["false"]));
             /// The rank of the adapters. Default 16.
-            lora_r: i64 = 16 => FINETUNE("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only("0"));
+            lora_r: i64 = 16 => FINETUNE("N", range: AtLeast(1), spellings: &["r", "lora_rank"], harmless: Only(&["0"]));
             /// The scale of the adapters, which is divided by the rank. Default 32.
             lora_alpha: f64 = 32.0 => FINETUNE("X", harmless: Any);
             /// The dropout probability of the adapters' inputs. Default 0.05.
@@ -86,7 +93,8 @@ options! {
                 FINETUNE("NAME", list: List::Names, spellings: &["lora_target_modules"], harmless: Any);
             /// The parameters without a layer of their own that get adapters, such as mlp.experts.down_proj of all experts;
             /// they need `lora_dropout` 0. Default: none.
-            target_parameters: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
+            target_parameters: Option<Vec<String>> = None =>
+                FINETUNE("NAME", list: List::Names, spellings: &["lora_target_parameters"], harmless: Any);
             /// The linear layers of `target_modules` that get no adapters: names, or a regular expression. Default: none.
             exclude_modules: Option<Names> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
             /// The indices of the blocks whose layers get adapters, a number or a list. Default: all.
@@ -115,11 +123,11 @@ options! {
         "Quantization" => {
             /// If `true`, quantize the weights of the blocks to 4 bits while loading them (QLoRA). Default `false`.
             load_in_4bit: bool = false =>
-                FINETUNE("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only("false"),
+                FINETUNE("", spellings: &["use_4bit"], excludes: &["load_in_8bit"], harmless: Only(&["false"]),
                     instead: TRAINED);
             /// If `true`, quantize the weights of the blocks to 8 bits while loading them (LLM.int8). Default `false`.
             load_in_8bit: bool = false =>
-                FINETUNE("", excludes: &["load_in_4bit"], harmless: Only("false"), instead: TRAINED);
+                FINETUNE("", excludes: &["load_in_4bit"], harmless: Only(&["false"]), instead: TRAINED);
             /// The type of 4-bit weights; QLoRA uses NF4. Default `fp4`, as in transformers.
             bnb_4bit_quant_type: Quant4Type = Quant4Type::default() =>
                 FINETUNE("NAME", harmless: Any, needs: "load_in_4bit");
@@ -134,7 +142,8 @@ options! {
             /// `load_in_8bit`. Default 6.
             llm_int8_threshold: f64 = 6.0 =>
                 FINETUNE("X", range: NotNegative, harmless: Any, needs: "load_in_8bit");
-            /// The linear layers that are not quantized. Default: the head.
+            /// The linear layers that are not quantized besides the head, which never is: beginnings of names up to
+            /// a dot, ends of names, or regular expressions, as in transformers. Default: none.
             llm_int8_skip_modules: Option<Vec<String>> = None => FINETUNE("NAME", list: List::Names, harmless: Any);
         }
         hidden {

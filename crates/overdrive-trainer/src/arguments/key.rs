@@ -26,8 +26,8 @@ impl Program {
 pub(super) enum Harmless {
     /// Only `null`.
     Null,
-    /// `null` and this value, as JSON: it requests nothing.
-    Only(&'static str),
+    /// `null` and these values, as JSON: they request nothing.
+    Only(&'static [&'static str]),
     /// Any value: the key is an option of another key.
     Any,
 }
@@ -200,12 +200,14 @@ impl Key {
             _ if value.is_null() => true,
             Harmless::Null => false,
             Harmless::Any => true,
-            Harmless::Only(harmless) => match serde_json::from_str::<Value>(harmless) {
-                // 0 and 0.0 are different JSON numbers, but the same value in a configuration.
-                Ok(Value::Number(number)) => value.as_f64() == number.as_f64(),
-                Ok(harmless) => *value == harmless,
-                Err(_) => false,
-            },
+            Harmless::Only(all) => all.iter().any(|harmless| {
+                match serde_json::from_str::<Value>(harmless) {
+                    // 0 and 0.0 are different JSON numbers, but the same value in a configuration.
+                    Ok(Value::Number(number)) => value.as_f64() == number.as_f64(),
+                    Ok(harmless) => *value == harmless,
+                    Err(_) => false,
+                }
+            }),
         }
     }
 }

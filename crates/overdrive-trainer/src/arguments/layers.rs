@@ -125,7 +125,8 @@ impl<A: Configuration> Layers<A> {
     }
 
     /// Adds a configuration file: JSON, YAML or TOML by its extension. Relative paths in it are
-    /// relative to the working directory, as on the command line.
+    /// relative to the working directory, as on the command line. `null` is the default of a key, except that
+    /// `max_length: null`, which is no truncation in TRL, is an error.
     ///
     /// # Errors
     /// Errors of reading the file, and for each invalid key or value an error that names it:

@@ -17,12 +17,12 @@ options! {
         "Preferences" => {
             /// The weight of the deviation from the reference model: larger values keep the model closer to it; tau in
             /// IPO. Default 0.1.
-            beta: f64 = 0.1 => DPO("X", harmless: Only("0.1"));
+            beta: f64 = 0.1 => DPO("X", harmless: Only(&["0.1"]));
             /// The loss of a pair. Default `sigmoid`.
-            loss_type: DpoLossType = DpoLossType::Sigmoid => DPO("NAME", harmless: Only("\"nll\""));
+            loss_type: DpoLossType = DpoLossType::Sigmoid => DPO("NAME", harmless: Only(&["\"nll\"", "\"chunked_nll\""]));
             /// The probability that the answers of a pair are swapped, at least 0 and below 0.5, for
             /// `loss_type: robust`. Default 0.
-            label_smoothing: f64 = 0.0 => DPO("P", harmless: Only("0"));
+            label_smoothing: f64 = 0.0 => DPO("P", harmless: Only(&["0"]));
             /// If `true`, turn off the dropouts of the model and of its adapters. Default `true`.
             disable_dropout: bool = true => DPO("");
         }

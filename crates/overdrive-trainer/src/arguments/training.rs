@@ -62,13 +62,13 @@ options! {
                     help_of_finetune: Some("Records to train on: JSON Lines (or a JSON array) with `prompt` and `response`, `messages`, `instruction` and `output`, or `text`"));
             /// The unit of the weights of a mixture (samples are rows of the batches). Default `tokens`.
             mixture_weights: MixtureWeights = MixtureWeights::default() =>
-                TRAIN("NAME", harmless: Only("\"tokens\""), instead: NO_MIXTURE);
+                TRAIN("NAME", harmless: Only(&["\"tokens\""]), instead: NO_MIXTURE);
             /// The weights of a mixture after a number of steps, one for each source: 2000:0.2,0.8. Default: none.
             data_schedule: Vec<String> = Vec::new() =>
-                TRAIN("STEPS:W,W", list: Paths, harmless: Only("[]"), instead: NO_MIXTURE);
+                TRAIN("STEPS:W,W", list: Paths, harmless: Only(&["[]"]), instead: NO_MIXTURE);
             /// The column or field of a record that holds its text. Default `text`.
             dataset_text_field: String = "text".to_owned() =>
-                TRAIN("NAME", flag: Some("text-column"), spellings: &["text_column"], harmless: Only("\"text\""),
+                TRAIN("NAME", flag: Some("text-column"), spellings: &["text_column"], harmless: Only(&["\"text\""]),
                     instead: "the format of a record is recognized by its field names: call the field `text`");
             /// The part of a text file that is one document, all of it or each line. Default `document`.
             sample_by: SampleBy = SampleBy::default() =>
@@ -90,7 +90,7 @@ options! {
             /// The content of a training sequence, a window of the concatenated documents or one document. Default:
             /// windows, unless `packing`, `padding_free`, `group_by_length` or `pad_to_multiple_of` needs documents.
             sequences: Option<SequenceMode> = None =>
-                TRAIN("NAME", harmless: Only("\"documents\""),
+                TRAIN("NAME", harmless: Only(&["\"documents\""]),
                     instead: "each example is a sequence: drop the key, and write `packing: true` for rows without padding");
             /// If `true`, pack as many documents into a row as fit. Default `false`.
             packing: bool = false => ALL("", orders_data: true, excludes: &["group_by_length"]);
@@ -105,7 +105,7 @@ options! {
             /// The column of numbers that replaces the token counts in `group_by_length`, if the records have it.
             /// Default `length`.
             length_column_name: String = DEFAULT_LENGTH_COLUMN.to_owned() =>
-                TRAIN("NAME", harmless: Only("\"length\""),
+                TRAIN("NAME", harmless: Only(&["\"length\""]),
                     instead: "the tokens are counted when the file is opened: drop the key, `group_by_length` needs no column");
             /// The number of threads that prepare batches; it does not change the batches. With 0 each batch is
             /// prepared on request. Default 0; 1 in the presets.
@@ -157,7 +157,8 @@ options! {
             max_grad_norm: f64 = 1.0 => ALL("X", range: NotNegative);
             /// The optimizer.
             optim: OptimizerName = OptimizerName::default() => ALL("NAME", spellings: &["optimizer"]);
-            /// The decoupled weight decay of matrices and embeddings; norms and biases have none. Default 0.
+            /// The decoupled weight decay (with `optim: sgd`, the L2 term) of matrices and embeddings; norms and biases
+            /// have none. Default 0.
             weight_decay: f64 = 0.0 => ALL("X", range: NotNegative);
             /// If `true`, apply weight decay to embeddings and to a head that shares their table, as in transformers.
             /// Default `true`.
@@ -235,10 +236,10 @@ options! {
         }
         "Machine" => {
             /// If `true`, recompute the activations of the blocks in backward instead of storing them. Default `false`.
-            gradient_checkpointing: bool = false => ALL("", spellings: &["use_gradient_checkpointing"]);
+            gradient_checkpointing: bool = false => ALL("", spellings: &["activation_checkpointing", "use_gradient_checkpointing"]);
             /// The options of `gradient_checkpointing`, such as {"schedule": {"every_nth": 2}, "policy": "matmuls"}.
             gradient_checkpointing_kwargs: GradientCheckpointingArguments = GradientCheckpointingArguments::default() =>
-                ALL("JSON");
+                ALL("JSON", spellings: &["activation_checkpointing_kwargs"]);
             /// The attention kernel. Default `flash_attention_2`.
             attn_implementation: AttentionImplementation = AttentionImplementation::default() => ALL("NAME");
             /// If `true`, norms, rotary embeddings, gates and the loss use one fused kernel each. Default `true`.
@@ -250,7 +251,7 @@ options! {
             /// If `true`, train in the recommended precision of the device unless `bf16`, `fp16`, `fp8` or `tf32` is
             /// given; a resumed run keeps its own. Default `true`.
             auto_precision: bool = true =>
-                TRAIN("", harmless: Only("false"),
+                TRAIN("", harmless: Only(&["false"]),
                     instead: "fine-tuning is in fp32 unless `bf16` or `fp16` is given: drop the key, and give one of them");
             /// If `true`, autocast to bfloat16. Default `false`.
             bf16: bool = false => ALL("", excludes: &["fp16", "fp8"]);
@@ -280,7 +281,8 @@ options! {
             ddp_backend: Option<DdpBackend> = None => ALL("NAME");
             /// The size of a bucket of gradients in MiB. Default: 25.
             ddp_bucket_cap_mb: Option<f64> = None => ALL("N", range: Positive);
-            /// If `true`, search each backward pass for parameters that it does not reach. Default `false`.
+            /// If `true`, search each backward pass for parameters that it does not reach. Default `false`; in
+            /// transformers `true` without activation checkpointing.
             ddp_find_unused_parameters: Option<bool> = None => ALL("");
             /// If `true`, expect every backward pass to use the same parameters as the first one, which saves the
             /// search for parameters that it does not reach. Default `false`.

@@ -126,10 +126,12 @@ pub(crate) fn read(
     specs.retain(|spec| held(spec) || !config.may_be_missing(spec));
     let sources = check(dir, config, &specs, &mut views, problems)?;
     let tied = config.tied_head().is_some();
-    let schemes: Vec<Option<Scheme>> = specs
-        .iter()
-        .map(|spec| options.quantization.as_ref()?.scheme_of(spec, tied))
-        .collect();
+    let scheme_of = |spec: &ParameterSpec| match &options.quantization {
+        None => Ok(None),
+        Some(quantization) => quantization.scheme_of(spec, tied),
+    };
+    let schemes = specs.iter().map(scheme_of);
+    let schemes = schemes.collect::<Result<Vec<Option<Scheme>>>>()?;
     let (mut dense, mut kinds) = (Vec::new(), Vec::new());
     for ((spec, (_, from)), scheme) in specs.iter().zip(&sources).zip(&schemes) {
         if scheme.is_none() {

@@ -131,14 +131,23 @@ pub(super) fn read(
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let kind = options.kind.unwrap_or_else(|| kind_of_matrices(&sources));
-    let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
-        sources.into_iter().partition(|source| {
-            // Norms, biases and routers are dense, and the expansion of latent vectors, which is multiplied from both sides; a
-            // matrix is, unless the file or the options quantize it.
-            let matrix = is_matrix(&source.spec) && source.spec.role != ParameterRole::Expansion;
-            !matrix || !source.is_quantized() && scheme(source, arrangement, options).is_none()
-        });
-    let all = dense.iter().chain(&quantized);
+    let (mut dense, mut quantized) = (Vec::new(), Vec::new());
+    for source in sources {
+        // Norms, biases and routers are dense, and the expansion of latent vectors, which is multiplied from both sides; a
+        // matrix is, unless the file or the options quantize it.
+        let matrix = is_matrix(&source.spec) && source.spec.role != ParameterRole::Expansion;
+        let scheme = match &options.quantization {
+            Some(chosen) if matrix => chosen.scheme_of(&source.spec, arrangement.tied)?,
+            _ => None,
+        };
+        match matrix && (source.is_quantized() || scheme.is_some()) {
+            true => quantized.push((source, scheme)),
+            false => dense.push(source),
+        }
+    }
+    let all = dense
+        .iter()
+        .chain(quantized.iter().map(|(source, _)| source));
     let total: u64 = all.map(|source| source.bytes() as u64).sum();
     let mut done = 0;
     let mut report = |bytes: usize| {
@@ -149,8 +158,8 @@ pub(super) fn read(
     };
     report(0);
     let mut quantized_weights = HashMap::new();
-    for source in &quantized {
-        let weight = match scheme(source, arrangement, options) {
+    for (source, scheme) in &quantized {
+        let weight = match *scheme {
             None => source.quantized(options.device)?,
             Some(scheme) => {
                 let numbers = source.numbers(options.device, Kind::Float)?;
@@ -193,16 +202,6 @@ fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
         }
         _ => Kind::Float,
     }
-}
-
-/// Returns the scheme by which the options quantize the parameter.
-fn scheme(
-    source: &Source<'_>,
-    arrangement: &Arrangement,
-    options: &LoadOptions,
-) -> Option<overdrive_quantization::Scheme> {
-    let chosen = options.quantization.as_ref()?;
-    chosen.scheme_of(&source.spec, arrangement.tied)
 }
 
 /// Finds the tensor of every parameter, or returns an error with all that does not fit.

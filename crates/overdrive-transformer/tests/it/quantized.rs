@@ -191,6 +191,24 @@ fn modules_that_are_skipped_stay_dense() {
         "model.layers.1.mlp.down_proj.weight",
     ];
     assert_eq!(kept, expected);
+    // As in transformers: the beginning of a name, and a regular expression.
+    for (entry, expected) in [
+        ("model.layers.0", 7),
+        ("model.layers.1.mlp", 3),
+        ("model.layers.*.mlp", 6),
+        ("layers.0", 0),
+    ] {
+        let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+        let options = QuantizeOptions::new(Scheme::Int8Dynamic).with_skip_modules(&[entry]);
+        model.quantize(&options).unwrap();
+        let names = model.named_parameters();
+        let kept = names.iter().filter(|(name, _)| name.contains("_proj"));
+        assert_eq!(kept.count(), expected, "{entry}");
+    }
+    let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
+    let options = QuantizeOptions::new(Scheme::Int8Dynamic).with_skip_modules(&["*.mlp"]);
+    let error = model.quantize(&options).unwrap_err().to_string();
+    assert!(error.contains("`*.mlp`"), "{error}");
 }
 
 #[test]

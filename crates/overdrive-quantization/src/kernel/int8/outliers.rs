@@ -20,8 +20,8 @@ pub(crate) struct OutlierSplit {
 }
 
 impl OutlierSplit {
-    /// Splits off the columns of `x (rows, width)` with a magnitude beyond the threshold. NaN is beyond every
-    /// threshold.
+    /// Splits off the columns of `x (rows, width)` with a magnitude of at least the threshold, as bitsandbytes does,
+    /// and those with NaN. With an infinite threshold there are none.
     pub(crate) fn new(x: &[f32], width: usize, threshold: f32) -> OutlierSplit {
         let mut most = vec![0.0_f32; width];
         for row in x.chunks_exact(width.max(1)) {
@@ -32,7 +32,9 @@ impl OutlierSplit {
             }
         }
         let columns: Vec<usize> = (0..width)
-            .filter(|column| most[*column].is_nan() || most[*column] > threshold)
+            .filter(|column| {
+                most[*column].is_nan() || (most[*column] >= threshold && threshold.is_finite())
+            })
             .collect();
         if columns.is_empty() {
             return OutlierSplit {

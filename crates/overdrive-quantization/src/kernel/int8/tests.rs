@@ -169,6 +169,22 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
 }
 
 #[test]
+fn a_column_that_reaches_the_threshold_is_an_outlier() {
+    let input = [1.0, 6.0, -6.0, 5.9];
+    let is_split = |threshold| {
+        let split = OutlierSplit::new(&input, 4, threshold);
+        let codes = &split.int8.codes[..4];
+        [0, 1, 2, 3].map(|column| codes[column] == 0)
+    };
+    assert_eq!(is_split(6.0), [false, true, true, false]);
+    assert_eq!(is_split(6.1), [false; 4]);
+    let infinite = OutlierSplit::new(&[1.0, f32::INFINITY], 2, f32::INFINITY);
+    for set in InstructionSet::available() {
+        assert_eq!(infinite.products(set, &[1, 1], 0..1), None);
+    }
+}
+
+#[test]
 fn large_columns_are_multiplied_as_they_are() {
     let (rows, width, outputs) = (30, 150, 70);
     let mut input = numbers(7, rows * width);

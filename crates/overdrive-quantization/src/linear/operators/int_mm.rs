@@ -38,9 +38,15 @@ pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Ten
     Ok(y.f_mul(scales)?)
 }
 
-/// Like [`product`], but with the columns beyond the threshold in full precision.
+/// Like [`product`], but with the columns that reach the threshold in full precision. With an infinite threshold there
+/// are none.
 pub(super) fn split(x: &Tensor, codes: &Tensor, scales: &Tensor, threshold: f64) -> Result<Tensor> {
-    let large = x.f_abs()?.f_amax([0], true)?.f_gt(threshold)?;
+    let most = x.f_abs()?.f_amax([0], true)?;
+    // An infinite activation does not reach an infinite threshold, which stands for "no outliers".
+    let large = match threshold.is_finite() {
+        true => most.f_ge(threshold)?,
+        false => most.f_gt(threshold)?,
+    };
     let rest = x.f_masked_fill(&large, 0.0)?;
     let y = product(&rest, codes, scales)?;
     let columns = large.f_view([-1])?.f_nonzero()?.f_view([-1])?;

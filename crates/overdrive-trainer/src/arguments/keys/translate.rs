@@ -4,10 +4,11 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::translations::{Rule, SECTIONS, TRANSLATIONS, Translation};
+use super::translations::{REFUSED, Rule, SECTIONS, TRANSLATIONS, Translation};
 use super::{rows, rows_of};
-use crate::arguments::key::{Program, plain};
-use crate::{Error, Result};
+use crate::arguments::key::{Program, at, plain};
+use crate::arguments::layers::sealed::Keyed;
+use crate::{DpoArguments, Error, FinetuneArguments, Result, TrainingArguments};
 
 /// The origin of the flags.
 pub(in crate::arguments) const COMMAND_LINE: &str = "the command line";
@@ -55,6 +56,16 @@ impl Translator<'_> {
     fn run(&mut self) -> Result<()> {
         self.open_sections()?;
         let renamed = self.rename_spellings()?;
+        self.refuse_options()?;
+        self.convert_checkpointing()?;
+        let packing = self
+            .values
+            .get("packing")
+            .filter(|value| !value.is_null())
+            .cloned();
+        if self.values.get("eval_packing") == Some(&packing.unwrap_or(Value::Bool(false))) {
+            self.values.shift_remove("eval_packing");
+        }
         for translation in TRANSLATIONS {
             for name in translation.names {
                 self.apply(translation, name)?;
@@ -141,6 +152,12 @@ impl Translator<'_> {
                     continue;
                 }
                 if let Some(value) = self.values.shift_remove(*spelling) {
+                    if value.is_null() && *spelling == "max_length" {
+                        // TRL's `None`, unlike a missing key, is no truncation.
+                        let remedy =
+                            "give the largest number of tokens; longer examples are truncated";
+                        return Err(self.unsupported(spelling, &value, remedy));
+                    }
                     self.notes.push(format!("`{spelling}` is `{}`", key.name));
                     self.put(spelling, key.name, value)?;
                     renamed.push(key.name);
@@ -148,6 +165,57 @@ impl Translator<'_> {
             }
         }
         Ok(renamed)
+    }
+
+    fn refuse_options(&self) -> Result<()> {
+        for (name, remedy) in REFUSED {
+            let (key, option) = name.split_once('.').unwrap_or((*name, ""));
+            let Some(options) = self.values.get(key) else {
+                continue;
+            };
+            let value = at(options, option);
+            if !value.is_null() && *value != Value::Bool(false) {
+                return Err(self.unsupported(name, value, remedy));
+            }
+        }
+        Ok(())
+    }
+
+    fn unsupported(&self, key: &str, value: &Value, remedy: &str) -> Error {
+        Error::Unsupported {
+            origin: self.source.origin.to_owned(),
+            key: key.to_owned(),
+            given: plain(value),
+            by: "by overdrive-trainer",
+            remedy: remedy.to_owned(),
+        }
+    }
+
+    /// Converts the options of transformers' checkpointing that torch does not have.
+    fn convert_checkpointing(&mut self) -> Result<()> {
+        const KEY: &str = "gradient_checkpointing_kwargs";
+        let Some(Value::Object(mut options)) = self.values.get(KEY).cloned() else {
+            return Ok(());
+        };
+        // `true` has been refused.
+        options.shift_remove("offload");
+        let every = options.shift_remove("every_n_layers");
+        if let Some(every) = every.filter(|every| !every.is_null()) {
+            if options.contains_key("schedule") {
+                return Err(Error::GivenTwice {
+                    origin: self.source.origin.to_owned(),
+                    first: format!("{KEY}.every_n_layers"),
+                    second: format!("{KEY}.schedule"),
+                });
+            }
+            let schedule = json!({ "every_nth": every });
+            self.notes.push(format!(
+                "`every_n_layers: {every}` is `schedule: {schedule}`"
+            ));
+            options.insert("schedule".to_owned(), schedule);
+        }
+        self.set(KEY, Value::Object(options));
+        Ok(())
     }
 
     fn apply(&mut self, translation: &Translation, name: &str) -> Result<()> {
@@ -203,7 +271,9 @@ impl Translator<'_> {
     /// Inserts a value under `key`; a different value that is there already is an error.
     fn put(&mut self, from: &str, key: &str, value: Value) -> Result<()> {
         match self.values.get(key) {
-            Some(other) if *other != value => Err(Error::GivenTwice {
+            // `null` is a key that is not set.
+            Some(_) if value.is_null() => Ok(()),
+            Some(other) if *other != value && !other.is_null() => Err(Error::GivenTwice {
                 origin: self.source.origin.to_owned(),
                 first: from.to_owned(),
                 second: key.to_owned(),
@@ -229,13 +299,28 @@ pub(in crate::arguments) fn refuse_unread(
             continue;
         };
         if !key.accepts(&value) {
-            let (name, readers, instead) = (key.name, key.readers, key.instead);
+            let (name, instead) = (key.name, key.instead);
+            let readers: &[Program] = match takes(key.readers, name, &value) {
+                true => key.readers,
+                false => &[],
+            };
             return Err(other_program(
                 name, &value, readers, instead, values, source,
             ));
         }
     }
     Ok(())
+}
+
+/// Returns `true` if the first of the programs `readers` takes this value of the key.
+fn takes(readers: &[Program], key: &str, value: &Value) -> bool {
+    let values = Map::from_iter([(key.to_owned(), value.clone())]);
+    match readers.first() {
+        None => false,
+        Some(Program::Train) => TrainingArguments::read(values, "").is_ok(),
+        Some(Program::Finetune) => FinetuneArguments::read(values, "").is_ok(),
+        Some(Program::Dpo) => DpoArguments::read(values, "").is_ok(),
+    }
 }
 
 /// Returns the error of a key that only the programs `readers` read, with the command that runs one of them.

@@ -27,6 +27,14 @@ pub(super) static SECTIONS: &[Section] = &[
     ] },
 ];
 
+/// Options of keys that are objects, which must be unset or false, with the remedy.
+#[rustfmt::skip]
+pub(super) static REFUSED: &[(&str, &str)] = &[
+    ("accelerator_config.split_batches", "leave it out, and set `per_device_train_batch_size` to the batch of one process"),
+    ("accelerator_config.gradient_accumulation_kwargs.num_steps", "set `gradient_accumulation_steps`"),
+    ("gradient_checkpointing_kwargs.offload", "leave it out: activations are recomputed, not moved to the host"),
+];
+
 /// A key whose values correspond to other keys. If its name is also a key of Overdrive, values without a rule
 /// are kept; otherwise they are errors.
 pub(super) struct Translation {

@@ -111,7 +111,9 @@ pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
 }
 
 /// Returns the mean negative log-likelihood in nats per token over all labels of `batches` of all processes, without
-/// gradients. A signal that stops the run ends it early; the result is then one to discard.
+/// gradients. It weights every token alike; transformers' Trainer averages the means of the batches, which
+/// differs where batches have different numbers of labels. A signal that stops the run ends it early; the
+/// result is then one to discard.
 ///
 /// # Errors
 /// An error if a batch cannot be read, or a process is lost.

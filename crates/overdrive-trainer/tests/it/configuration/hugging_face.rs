@@ -90,6 +90,89 @@ gradient_checkpointing_kwargs:
 }
 
 #[test]
+fn the_checkpointing_of_transformers_5_goes_by_its_names() {
+    let read = |values| Layers::finetune().layer(values, "a file");
+    let arguments = read(json!({
+        "activation_checkpointing": true,
+        "gradient_checkpointing": true,
+        "activation_checkpointing_kwargs": { "every_n_layers": 2, "offload": false },
+        "gradient_checkpointing_kwargs": null,
+    }));
+    let arguments = arguments.expect("loads").arguments().clone();
+    assert!(arguments.training.gradient_checkpointing);
+    let options = arguments.training.gradient_checkpointing_kwargs;
+    assert_eq!(options.schedule, Schedule::EveryNth(2));
+    let off = read(json!({ "activation_checkpointing": false })).expect("loads");
+    assert!(!off.arguments().training.gradient_checkpointing);
+
+    for (values, expected) in [
+        (
+            json!({ "activation_checkpointing_kwargs": { "offload": true } }),
+            "`gradient_checkpointing_kwargs.offload: true` is not supported",
+        ),
+        (
+            json!({ "activation_checkpointing_kwargs": { "every_n_layers": 2, "schedule": "sqrt_segments" } }),
+            "gradient_checkpointing_kwargs.every_n_layers",
+        ),
+        (
+            json!({ "activation_checkpointing": true, "gradient_checkpointing": false }),
+            "activation_checkpointing",
+        ),
+    ] {
+        let error = read(values).expect_err("an error").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn the_defaults_that_trl_writes_load_and_other_values_are_refused() {
+    let read = |values| Layers::finetune().layer(values, "a file");
+    let defaults = json!({
+        "loss_type": "chunked_nll", "router_aux_loss_coef": 0.001, "debug": [], "fsdp": [], "local_rank": 0,
+        "packing": true, "eval_packing": true, "model_revision": "main", "dataset_config": null,
+        "dataset_train_split": "train", "dataset_test_split": "test", "dataset_streaming": false,
+        "ignore_bias_buffers": false, "lora_target_parameters": ["mlp.experts.down_proj"],
+        "accelerator_config": {
+            "split_batches": false, "dispatch_batches": null, "even_batches": true, "use_seedable_sampler": true,
+            "gradient_accumulation_kwargs": { "num_steps": null, "sync_each_batch": true },
+        },
+    });
+    let layers = read(defaults).expect("loads");
+    let targets = layers.arguments().target_parameters.as_deref();
+    assert_eq!(targets, Some(&["mlp.experts.down_proj".to_owned()][..]));
+
+    for (values, expected) in [
+        // Preference training has no such loss.
+        (
+            json!({ "loss_type": "dft" }),
+            "a file: `loss_type: dft` is not supported by overdrive-trainer; leave it out",
+        ),
+        (
+            json!({ "eval_packing": true }),
+            "a file: `eval_packing: true` is not supported by overdrive-trainer; leave it out: evaluation packs as training does (`packing`)",
+        ),
+        (
+            json!({ "accelerator_config": { "split_batches": true } }),
+            "a file: `accelerator_config.split_batches: true` is not supported by overdrive-trainer; leave it out, and set `per_device_train_batch_size` to the batch of one process",
+        ),
+        (
+            json!({ "accelerator_config": { "gradient_accumulation_kwargs": { "num_steps": 4 } } }),
+            "a file: `accelerator_config.gradient_accumulation_kwargs.num_steps: 4` is not supported by overdrive-trainer; set `gradient_accumulation_steps`",
+        ),
+        (
+            json!({ "max_length": null }),
+            "a file: `max_length: null` is not supported by overdrive-trainer; give the largest number of tokens; longer examples are truncated",
+        ),
+        (
+            json!({ "model_revision": "v2" }),
+            "a file: `model_revision: v2` is not supported by overdrive-trainer; give a folder with this revision as `model_name_or_path`",
+        ),
+    ] {
+        assert_eq!(read(values).expect_err("an error").to_string(), expected);
+    }
+}
+
+#[test]
 fn every_optimizer_that_can_be_named_trains() {
     for name in [
         "adamw_torch",
