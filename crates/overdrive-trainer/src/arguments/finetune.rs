@@ -35,7 +35,7 @@ options! {
     /// | `use_peft` | true | false in TRL |
     /// | `bf16` | false | true in TRL unless `fp16` is set |
     /// | `gradient_checkpointing` | false | true in TRL |
-    /// | `router_aux_loss_coef` | not supported: no auxiliary loss of routers is added | 0.001 in TRL |
+    /// | load-balancing loss of experts | if `output_router_logits` is true in the model's config.json, times its `router_aux_loss_coef` | on, times 0.001 in TRL |
     /// | `packing_strategy: wrapped` | a token attends only to its own example | to the whole row in TRL |
     /// | `assistant_only_loss` | true | false |
     /// | `logging_steps` | 10 | the same in TRL |

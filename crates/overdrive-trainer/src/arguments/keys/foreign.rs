@@ -91,7 +91,7 @@ pub(super) static KEYS: &[Key] = &[
     foreign("chat_template", Null, "give the file of the template with `chat_template_path`"),
     // TRL.
     foreign("activation_offloading", Only(&["false"]), "set `gradient_checkpointing`"),
-    foreign("router_aux_loss_coef", Only(&["0.001", "0"]), "leave it out: the auxiliary loss of routers is not added"),
+    foreign("router_aux_loss_coef", Only(&["0.001", "0"]), "set it in the model's config.json, with `output_router_logits: true`"),
     foreign("eos_token", Null, "the tokenizer of the model has it"),
     foreign("pad_token", Null, "the tokenizer of the model has it"),
     foreign("truncation_mode", Only(&["\"keep_start\""]), ""),
