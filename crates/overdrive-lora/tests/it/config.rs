@@ -87,8 +87,8 @@ fn unsupported_keys_are_refused_by_name() {
         (r#"{"use_qalora": true}"#, "`use_qalora` is true"),
         (r#"{"some_later_key": 3}"#, "`some_later_key` is 3"),
         (
-            r#"{"init_lora_weights": "mica"}"#,
-            "`init_lora_weights` is \"mica\"",
+            r#"{"init_lora_weights": "later"}"#,
+            "`init_lora_weights` is \"later\"",
         ),
         (
             r#"{"init_lora_weights": "loftq"}"#,
