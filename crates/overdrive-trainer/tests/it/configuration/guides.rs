@@ -137,6 +137,11 @@ fn every_spelling_of_the_table_is_read() {
                 Value::Number(_) => Value::from(7),
                 Value::String(name) => Value::from(name.as_str()),
                 Value::Array(_) => serde_json::json!(["a.txt"]),
+                Value::Object(options) => {
+                    let mut options = options.clone();
+                    options.insert("policy".to_owned(), "matmuls".into());
+                    Value::Object(options)
+                }
                 // Those that have no default.
                 _ => match key {
                     "output_dir" => Value::from("somewhere"),
