@@ -235,7 +235,7 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         (json!({"prompt": [999]}), "prompt", "999"),
         (json!({"temperature": "hot"}), "temperature", "\"hot\""),
         (json!({"temperature": -1}), "temperature", "-1"),
-        (json!({"top_p": 0}), "top_p", "`top_p` is 0"),
+        (json!({"top_p": -0.5}), "top_p", "`top_p` is -0.5"),
         (json!({"top_k": -2}), "top_k", "-2"),
         (
             json!({"presence_penalty": 2.5}),
@@ -375,7 +375,7 @@ fn wrong_fields_are_named_with_their_value_and_range() {
     }
     // Neutral values, and fields that only OpenAI's service reads, change nothing.
     let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1,
-        "skip_special_tokens": true, "guided_json": null, "spaces_between_special_tokens": true});
+        "skip_special_tokens": true, "guided_json": null, "spaces_between_special_tokens": true, "top_p": 0});
     assert_eq!(post(server.address, "/v1/completions", &body).status, 200);
     server.check_empty();
 }
