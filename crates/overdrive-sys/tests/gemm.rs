@@ -2,15 +2,20 @@
 //! A test target of its own, because the library is a setting of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::sync::Mutex;
+
 use overdrive_sys::gemm::{GemmLibrary, LibraryTable, library, library_for, mm_into, set_library};
 use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-// One test function: the library is a setting of the process.
+/// Held by the tests that multiply: one of them changes the library, which is a setting of the process.
+static LIBRARY: Mutex<()> = Mutex::new(());
+
 #[test]
 fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
+    let _library = LIBRARY.lock().unwrap();
     for choice in [GemmLibrary::Torch, GemmLibrary::OneDnn] {
         set_library(choice);
         assert_eq!(library().unwrap(), choice);
@@ -69,6 +74,7 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
 /// On a processor without instructions for them, they are computed in f32, by several blocks of columns here.
 #[test]
 fn products_in_half_precision_are_those_of_f32_rounded_once() {
+    let _library = LIBRARY.lock().unwrap();
     let (n, k, m) = (5, 700, 3_100);
     for (kind, epsilon) in [(Kind::BFloat16, 1.0 / 256.0), (Kind::Half, 1.0 / 2048.0)] {
         let a = Tensor::randn([n, k], F32).to_kind(kind);
